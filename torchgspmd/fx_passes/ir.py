@@ -36,6 +36,22 @@ class Op:
         """How often it runs."""
         return runs(self.node)
 
+    @property
+    def tensors(self) -> list[tuple[fx.Node, tuple[tuple[str, ...], ...]]]:
+        """Its operands, and the results that somebody uses, with their dimensions' factors."""
+        dims = (*self.rule.operands, *self.rule.results)
+        pairs = zip((*self.operands, *self.results), dims)
+        return [(value, factors) for value, factors in pairs if value is not None]
+
+
+def ops_around(ops: Iterable[Op]) -> dict[fx.Node, list[Op]]:
+    """Return the operations that compute or use a value, for each value."""
+    around: dict[fx.Node, list[Op]] = {}
+    for op in ops:
+        for value in dict.fromkeys(value for value, _ in op.tensors):
+            around.setdefault(value, []).append(op)
+    return around
+
 
 def is_operation(node: fx.Node) -> bool:
     """Return True if a node computes with tensors, not with numbers alone."""

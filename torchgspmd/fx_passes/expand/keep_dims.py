@@ -26,6 +26,7 @@ from ...compat.fx_nodes import add_node, copy_node, drop_unused, origin_of
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ...compat.private_apis import _pytree as pytree
+from ...fx_passes.ir import ops_around
 from ...layout.mesh import Mesh
 from ...rules import Call, FlatCall, rewrite_of
 from ...rules.custom_ops.loops import LOOP_MARKS
@@ -111,16 +112,11 @@ def keeps(op: Op, factor: str) -> bool:
         or not isinstance(node.target, (OpOverload, FlatCall))
         or node.target in LOOP_MARKS
         or any(node.meta.get(key) for key in ("mark", "dynamic", "order"))
-        or any(factor in dim and len(dim) > 1 for t in _tensors(op) for dim in t[1])
+        or any(factor in dim and len(dim) > 1 for t in (*rule.operands, *rule.results) for dim in t)
     ):
         return False
     by_place = rule.windowed | rule.replicated | rule.special
     return factor not in by_place or rewrite_of("keep", node.target) is not None
-
-
-def _tensors(op: Op) -> list[tuple[fx.Node | None, Sequence[tuple[str, ...]]]]:
-    """Return operands and results, with their dimensions' factors."""
-    return [*zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))]
 
 
 class _Spread:
@@ -128,11 +124,7 @@ class _Spread:
 
     def __init__(self, ops: Sequence[Op], layouts: Layouts) -> None:
         self.layouts, self.borders = layouts, dict[Place, Borders]()
-        self.around: dict[fx.Node, list[Op]] = {}
-        for op in ops:
-            for value in dict.fromkeys((*op.operands, *op.results)):
-                if value is not None:
-                    self.around.setdefault(value, []).append(op)
+        self.around = ops_around(ops)
 
     def from_seeds(self, seeds: Sequence[Seed]) -> dict[Place, Borders] | None:
         """Return all borders that some operation keeps; None if there are none."""
@@ -157,13 +149,11 @@ class _Spread:
                     continue
                 for factor in self._factors(op, *place):
                     kept = True
-                    for other, dims in _tensors(op):
+                    for other, dims in op.tensors:
                         todo += [
                             (other, e)
                             for e, names in enumerate(dims)
-                            if other is not None
-                            and names == (factor,)
-                            and self._add(other, e, self.borders[place])
+                            if names == (factor,) and self._add(other, e, self.borders[place])
                         ]
         return kept
 
@@ -177,7 +167,7 @@ class _Spread:
 
     def _factors(self, op: Op, value: fx.Node, dim: int) -> set[str]:
         """Return the factors in a value's dimension that an operation keeps."""
-        names = {dims[dim] for v, dims in _tensors(op) if v is value}
+        names = {dims[dim] for v, dims in op.tensors if v is value}
         return {each[0] for each in names if len(each) == 1 and keeps(op, each[0])}
 
     def _add(self, value: fx.Node, dim: int, borders: Borders) -> bool:
@@ -283,7 +273,7 @@ class _Keeper:
     def _parts(self, op: Op) -> dict[str, tuple[int, ...]]:
         """Return the factors that an operation keeps, with the sizes of their parts."""
         parts: dict[str, tuple[int, ...]] = {}
-        for value, dims in _tensors(op) if not is_view(op) else ():
+        for value, dims in op.tensors if not is_view(op) else ():
             for d, names in enumerate(dims if value in self.kept else ()):
                 borders = self.borders.get((value, d))  # type: ignore[arg-type]
                 if borders and len(names) == 1 and names[0] not in parts and keeps(op, names[0]):

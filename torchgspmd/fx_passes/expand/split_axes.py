@@ -65,8 +65,8 @@ def _required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[st
 def _blocked_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
     """Return (axis, size of its major part that fits) for axes that a factor blocks."""
     blocked, mesh = [], layouts.mesh
-    for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)):
-        for factors, axes in zip(dims, layouts.spec[value].dims if value is not None else ()):
+    for value, dims in op.tensors:
+        for factors, axes in zip(dims, layouts.spec[value].dims):
             rest = list(axes)
             for factor in factors if len(factors) > 1 else ():
                 left = op.rule.sizes[factor]
@@ -89,10 +89,9 @@ def _shared_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
     instead, mesh = op.rule.instead, layouts.mesh
     if instead is None:
         return []
-    tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
     axes: dict[str, set[str]] = {instead.factor: set(), instead.other: set()}
-    for value, dims in tensors:
-        for factors, along in zip(dims, layouts.spec[value].dims if value is not None else ()):
+    for value, dims in op.tensors:
+        for factors, along in zip(dims, layouts.spec[value].dims):
             if factors and factors[0] in axes:
                 axes[factors[0]] |= {*along}
     if len(axes[instead.factor]) != 1 or axes[instead.factor] & axes[instead.other]:

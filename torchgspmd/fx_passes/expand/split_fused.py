@@ -34,7 +34,7 @@ def block_ops_to_split(
 def _request(op: Op, shards: int, layouts: Layouts) -> SplitRequest:
     """Return how an operation is sharded that is split over `shards` devices."""
     counts = {
-        value: tuple(map(layouts.mesh.count, layouts.spec[value].dims)) for value, _ in _tensors(op)
+        value: tuple(map(layouts.mesh.count, layouts.spec[value].dims)) for value, _ in op.tensors
     }
     return SplitRequest(
         shards,
@@ -49,7 +49,7 @@ def _block_shards(op: Op, layouts: Layouts) -> int:
     return max(
         (
             layouts.mesh.count(axes)
-            for value, dims in _tensors(op)
+            for value, dims in op.tensors
             for factors, axes in zip(dims, layouts.spec[value].dims)
             if blocks in factors
         ),
@@ -103,7 +103,7 @@ def _ops_to_split(
 
 def _has_free_dim(op: Op, shards: int, layouts: Layouts) -> bool:
     """Return whether a factor that may be sharded has room for so many shards more."""
-    value, dims = _tensors(op)[0]
+    value, dims = op.tensors[0]
     return any(
         op.rule.replicated.isdisjoint(factors) and size >= layouts.mesh.count(axes) * shards
         for factors, size, axes in zip(dims, value.meta["val"].shape, layouts.spec[value].dims)
@@ -136,10 +136,10 @@ def _whole_shards(op: Op, layouts: Layouts) -> int:
     Only its largest tensors count.
     """
     # Gathering a small operand is cheaper than splitting the operation.
-    largest = max(value.meta["val"].numel() for value, _ in _tensors(op))
+    largest = max(value.meta["val"].numel() for value, _ in op.tensors)
     tensors = [
         (value, *_axes(value, dims, op, layouts))
-        for value, dims in _tensors(op)
+        for value, dims in op.tensors
         if value.meta["val"].numel() == largest
     ]
     operand_axes, result_axes = (
@@ -166,25 +166,16 @@ def _axes(
     return along, set(layouts.spec[value].sharding_axes) - along
 
 
-def _tensors(op: Op) -> list[tuple[fx.Node, Sequence[tuple[str, ...]]]]:
-    """Return operands and results, with their dimensions' factors."""
-    return [
-        (v, dims)
-        for v, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
-        if v is not None
-    ]
-
-
 def _uneven_shards(op: Op, layouts: Layouts) -> int:
     """Return into how many uneven shards propagation cuts a dimension's major factor.
 
     The factor is alone in one tensor, and the first among several in another tensor's dimension.
     """
     # Shards of r s rows need not hold whole groups of s, unless the devices divide r.
-    shared = {factors[0] for _, dims in _tensors(op) for factors in dims if len(factors) > 1}
+    shared = {factors[0] for _, dims in op.tensors for factors in dims if len(factors) > 1}
     counts = (
         layouts.mesh.count(axes)
-        for value, dims in _tensors(op)
+        for value, dims in op.tensors
         for factors, axes in zip(dims, layouts.spec[value].dims)
         if len(factors) == 1
         and factors[0] in shared
@@ -200,7 +191,7 @@ def _multi_factor_shards(op: Op, layouts: Layouts) -> int:
     """
     dims = (
         (factors, layouts.mesh.count(axes))
-        for value, dims in _tensors(op)
+        for value, dims in op.tensors
         for factors, axes in zip(dims, layouts.spec[value].dims)
         if len(factors) > 1 and axes
     )
@@ -231,7 +222,7 @@ def axes_along(op: Op, factor: str | None, layouts: Layouts) -> list[tuple[str, 
     """Return the axes along a factor, for each tensor that has it alone in a dimension."""
     return [
         layouts.spec[value].dims[d]
-        for value, dims in _tensors(op)
+        for value, dims in op.tensors
         for d, factors in enumerate(dims)
         if factors == (factor,) and layouts.spec[value].dims[d]
     ]

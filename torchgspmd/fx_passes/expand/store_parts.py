@@ -23,6 +23,7 @@ from ...capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, PARAMETER, Captured
 from ...compat.fx_nodes import add_node, origin_of
 from ...compat.operators import aten
 from ...dtensor.parts import IS_EXACT
+from ...fx_passes.ir import ops_around
 from ...layout.mesh import Mesh
 from ...rules.ops import concat_slice
 from ...shard_spec import ShardSpec
@@ -41,11 +42,7 @@ class PartStorage:
     def __init__(self, graph: fx.Graph, layouts: Layouts, rules: Rules, captured: Captured) -> None:
         self.graph, self.layouts, self.captured = graph, layouts, captured
         self.mesh: Mesh = layouts.mesh
-        self.around: dict[fx.Node, list[Op]] = {}
-        for op in rules.ops(graph):
-            for value in dict.fromkeys((*op.operands, *op.results)):
-                if value is not None:
-                    self.around.setdefault(value, []).append(op)
+        self.around = ops_around(rules.ops(graph))
 
     def wanted(
         self, node: fx.Node, spec: ShardSpec, of_batch: Collection[str]
@@ -260,12 +257,11 @@ class PartStorage:
         while todo:
             value, dim = place = todo.pop()
             for op in self.around.get(value, ()):
-                tensors = [*zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))]
-                names = {dims[dim] for v, dims in tensors if v is value}
+                names = {dims[dim] for v, dims in op.tensors if v is value}
                 kept = {each for each in names if len(each) == 1 and keeps(op, each[0])}
-                for v, dims in tensors:
+                for v, dims in op.tensors:
                     for e, each in enumerate(dims):
-                        if v is not None and each in kept and (v, e) not in seen:
+                        if each in kept and (v, e) not in seen:
                             seen[v, e] = seen[place]
                             todo.append((v, e))
         return seen

@@ -165,9 +165,9 @@ class Rounds:
     ) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield (axis, its factor) for axes along which no value in an operation may move."""
         found: dict[str, dict[str, None]] = {axis: {} for axis in axes}
-        for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)):
-            spec = ShardSpec(()) if value is None else self.layouts.spec[value]
-            for factor, of_factor in project(dims, spec, op.rule.sizes, mesh).items():
+        for value, dims in op.tensors:
+            of_value = project(dims, self.layouts.spec[value], op.rule.sizes, mesh)
+            for factor, of_factor in of_value.items():
                 for axis in of_factor:
                     if axis in found and factor not in op.rule.replicated:
                         found[axis][factor] = None
@@ -189,14 +189,13 @@ class Rounds:
     def pinned(self, op: Op, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Return (axis, the factors in the earliest round) where layouts of several rounds meet."""
         rounds: dict[str, dict[str, int]] = {}  # axis -> factor -> the first round of the two
-        tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
-        for value, dims in tensors if self.pins else ():
-            spec = ShardSpec(()) if value is None else self.layouts.spec[value]
-            for factor, axes in project(dims, spec, op.rule.sizes, mesh).items():
+        for value, dims in op.tensors if self.pins else ():
+            of_value = project(dims, self.layouts.spec[value], op.rule.sizes, mesh)
+            for factor, axes in of_value.items():
                 if factor not in op.rule.replicated:
                     for axis in axes:
                         of_axis = rounds.setdefault(axis, {})
-                        number = self.round_of[value, axis]  # pyright: ignore[reportArgumentType]
+                        number = self.round_of[value, axis]
                         of_axis[factor] = min(number, of_axis.get(factor, number))
         return tuple(
             (axis, tuple(f for f, number in of_axis.items() if number == min(of_axis.values())))

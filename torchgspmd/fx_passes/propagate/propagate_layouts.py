@@ -99,11 +99,9 @@ def propagate_layouts(
 
 def _staying(op: Op, instead: Instead, layouts: Layouts) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return (axis, factor) for a factor that keeps its axes unless another one sends less."""
-    tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
     along = [
         project(dims, layouts.spec[value], op.rule.sizes, layouts.mesh).get(instead.factor, ())
-        for value, dims in tensors
-        if value is not None
+        for value, dims in op.tensors
     ]
     axes = next(filter(None, along), ())
     count = layouts.mesh.count(axes)
@@ -218,11 +216,7 @@ class _Propagation:
     def _extensions(self, op: Op, stage: int) -> Iterator[_Extension]:
         """Extend the layouts on an operation's tensors, and yield the axes that each one gets."""
         rule = op.rule
-        tensors = [
-            (v, d)
-            for v, d in zip((*op.operands, *op.results), (*rule.operands, *rule.results))
-            if v is not None
-        ]
+        tensors = op.tensors
         assignments = [
             project(dims, self.layouts.spec[v], rule.sizes, self.mesh) for v, dims in tensors
         ]
