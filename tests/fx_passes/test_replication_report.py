@@ -11,7 +11,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.fx_passes.replication_report import ReplicatedOp
-from torchgspmd.runtime.unasked_work import unasked_text
+from torchgspmd.runtime.mesh_module import unasked_text
 
 MESH = gspmd.Mesh(a=2, m=2)
 X = torch.randn(8, 6)

@@ -44,9 +44,9 @@ from ..layout.layout_rules import mesh_of
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
-from .block_arguments import BlockArguments
 from .block_calls import SharedArguments, of_blocks
 from .block_groups import (
+    BlockArguments,
     GroupPlace,
     Repeats,
     find_slots,

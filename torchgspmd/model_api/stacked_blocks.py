@@ -29,7 +29,6 @@ from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
 from .alike import Alike
-from .block_arguments import BlockArguments
 from .block_calls import (
     BlockCalls,
     BlockPlace,
@@ -40,6 +39,7 @@ from .block_calls import (
     separate,
 )
 from .block_groups import (
+    BlockArguments,
     GroupPlace,
     find_repeats,
     groups_of,

@@ -38,12 +38,11 @@ from .call_comparison import compared, hash_of
 from .changing_sizes import free_dims
 from .full_state import install_writers
 from .joint_program import JointProgram
-from .mesh_module import MeshModule, ModuleCall
+from .mesh_module import MeshModule, ModuleCall, warn_of_work
 from .module_proxy import mark_on
 from .shared_plan import compare, shared_plan
 from .step_graphs import check_capturable, graphs_for
 from .stored_inputs import MarkedInputs, Stored
-from .unasked_work import warn_of_work
 
 
 class ShardedModule(MeshModule):

@@ -7,8 +7,7 @@ from torch import fx, nn
 from torchgspmd import Mesh, plan
 from torchgspmd.compat.private_apis import TorchDispatchMode
 from torchgspmd.fx_passes.lower.lower_einsum import lower_einsum
-from torchgspmd.rules.custom_ops.costs import einsum_bytes
-from torchgspmd.rules.custom_ops.nd import einsum
+from torchgspmd.rules.custom_ops.nd import einsum, einsum_bytes
 
 ROW = 4 * 8 * 6  # bytes of a [8, 6]
 

@@ -33,8 +33,7 @@ from ...rules.custom_ops.loops import (
     loop_total,
     nest_text,
 )
-from ..traced_values import is_transforming
-from .body_record import Draws, Record
+from ..traced_values import Draws, Record, is_transforming
 
 Body = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 

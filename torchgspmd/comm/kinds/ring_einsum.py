@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from ...compat.operators import c10d
 from ...layout.mesh import Mesh
-from ...rules.custom_ops.costs import einsum_flops
+from ...rules.custom_ops.nd import einsum_flops
 from ..carriers import fused_einsum_scatter, fused_gather_einsum, is_turned
 from ..collective import CollectiveBuilder
 from .all_gather import all_gather

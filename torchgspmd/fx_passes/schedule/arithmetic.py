@@ -18,7 +18,6 @@ from ...comm.hardware import Hardware
 from ...comm.kinds import FusedKind, Step
 from ...compat.private_apis import OpOverload
 from ...layout.mesh import Mesh
-from ...rules.custom_ops import costs as _formulas  # noqa: F401
 from ...rules.custom_ops.loops import nests, runs_of
 from ..loop_call import BodyCall, loop_calls
 from .liveness import bytes_of

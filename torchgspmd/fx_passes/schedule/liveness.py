@@ -20,7 +20,7 @@ from ...capture import PARAMETER
 from ...comm.collective import start, wait
 from ...compat.private_apis import OpOverload
 from ...errors import ShardingError
-from ...rules.custom_ops.costs import WORKSPACE
+from ...rules.custom_ops.nd import WORKSPACE
 from ..localize.sizes_in_a_run import shard_inputs
 from ..loop_call import BodyCall, LoopCall
 from ..program import Program

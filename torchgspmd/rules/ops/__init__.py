@@ -9,7 +9,6 @@ from . import (  # noqa: F401
     index_put,
     linalg,
     lookup,
-    normalization,
     pointwise,
     random_ops,
     reduction,
