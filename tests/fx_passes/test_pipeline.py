@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from torchgspmd import Mesh, ShardingError
 from torchgspmd.capture import PARAMETER
 from torchgspmd.features.tables import without_feature
 from torchgspmd.fx_passes import pass_runner, pipeline
-from torchgspmd.fx_passes.pass_types import FEATURE_PASSES, order_faults
+from torchgspmd.fx_passes.pass_types import FEATURE_PASSES, Step, rows_of
 from torchgspmd.fx_passes.pipeline import PIPELINE, Alternatives, Pass, lower_plan, with_pass
 from torchgspmd.fx_passes.program import Program, Rank
 from torchgspmd.fx_passes.stages import ANNOTATED, CAPTURED, LOCAL, META, RUNNABLE, Stage
@@ -113,6 +114,22 @@ CONSTRAINTS = [
         *((each.name, b) for b in each.before),
     )
 ]
+
+
+def order_faults(steps: Sequence[Step]) -> list[str]:
+    """Return a sentence for every row that does not stand where its `after` and `before` say."""
+    rows = rows_of(steps)
+    place = {each.name: i for i, each in enumerate(rows)}
+    return [
+        f"{early} has to stand before {late}: {each.because}"
+        for each in rows
+        for early, late in (
+            *((a, each.name) for a in each.after),
+            *((each.name, b) for b in each.before),
+        )
+        # Rows that went with their feature bind nobody.
+        if early in place and late in place and place[early] > place[late]
+    ]
 
 
 def test_the_rows_stand_where_they_say() -> None:

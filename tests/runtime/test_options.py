@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -12,12 +13,14 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd.compiler import option_types
 from torchgspmd.compiler.options import (
+    GROUPS,
     OPTIONS,
+    ROWS,
     AdvancedSettings,
     CheckSettings,
     MemorySettings,
+    Option,
     Options,
-    options_table,
     rows_for,
 )
 from torchgspmd.tools import plan_command
@@ -46,6 +49,39 @@ def test_type_checkers_know_the_table(reader):
 def test_a_signature_shows_the_table(reader):
     parameters = inspect.signature(FUNCTIONS[reader]).parameters
     assert all(parameters[row.name].default == row.default for row in rows_for(reader))
+
+
+# What a group may be besides a mapping.
+SHORT_TYPES = {"memory": "int | str", "check": "str", "advanced": ""}
+
+
+def values_of(row: Option) -> str:
+    """Return an option's type as a user writes its values."""
+    text = " | ".join(f'"{choice}"' for choice in row.choices) or row.type
+    if row.name in GROUPS:
+        text = f"Mapping | {SHORT_TYPES[row.name]}".removesuffix(" | ")
+    text = text.replace("Communication", "Iterable[str] | Path | None")
+    return text.replace("Dynamic", "bool | Mapping[str, Dims]")
+
+
+def options_table() -> str:
+    """Return the tables with all options, as docs/parallelize.md shows them."""
+    parts = ["\n".join(options_rows(Options, "option"))]
+    for group, owner in GROUPS.items():
+        parts.append(f"Settings of `{group}`, a mapping:")
+        parts.append("\n".join(options_rows(owner, "setting")))
+    return "\n\n".join(parts)
+
+
+def options_rows(owner: type, head: str) -> Iterator[str]:
+    yield f"| {head} | values, default | read by | meaning |"
+    yield "|---|---|---|---|"
+    for row in ROWS[owner]:
+        default = f'"{row.default}"' if isinstance(row.default, str) else repr(row.default)
+        values = f"`{values_of(row)}`".replace(" | ", "`, `")
+        values += "" if row.name in GROUPS else f"; `{default}`"
+        readers = ", ".join(row.readers).replace("xla", '"xla"')
+        yield f"| `{row.name}` | {values} | {readers} | {row.doc} |"
 
 
 def test_docs_show_the_table():

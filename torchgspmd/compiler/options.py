@@ -229,7 +229,6 @@ GROUPS: dict[str, type[Group]] = {
     "check": CheckSettings,
     "advanced": AdvancedSettings,
 }
-_SHORT_TYPES = {"memory": "int | str", "check": "str", "advanced": ""}
 # What a value means that is no mapping.
 _SHORT: dict[str, Callable[[Any], dict[str, Any]]] = {
     "memory": lambda size: {"budget": size, "recompute": "auto"},
@@ -286,15 +285,6 @@ class Option(NamedTuple):
     choices: tuple[str, ...]
     readers: tuple[str, ...]
     doc: str
-
-    @property
-    def values(self) -> str:
-        """The type as a user writes its values."""
-        text = " | ".join(f'"{choice}"' for choice in self.choices) or self.type
-        if self.name in GROUPS:
-            text = f"Mapping | {_SHORT_TYPES[self.name]}".removesuffix(" | ")
-        text = text.replace("Communication", "Iterable[str] | Path | None")
-        return text.replace("Dynamic", "bool | Mapping[str, Dims]")
 
     def backends(self) -> str:
         """Name the parallelize backends that read the option, if not all do."""
@@ -375,26 +365,6 @@ def documented(reader: Reader) -> Callable[[F], F]:
         return function
 
     return decorate
-
-
-def options_table() -> str:
-    """Return the tables with all options, as docs/parallelize.md shows them."""
-    parts = ["\n".join(_table(Options, "option"))]
-    for group, owner in GROUPS.items():
-        parts.append(f"Settings of `{group}`, a mapping:")
-        parts.append("\n".join(_table(owner, "setting")))
-    return "\n\n".join(parts)
-
-
-def _table(owner: type, head: str) -> Iterator[str]:
-    yield f"| {head} | values, default | read by | meaning |"
-    yield "|---|---|---|---|"
-    for row in ROWS[owner]:
-        default = f'"{row.default}"' if isinstance(row.default, str) else repr(row.default)
-        values = f"`{row.values}`".replace(" | ", "`, `")
-        values += "" if row.name in GROUPS else f"; `{default}`"
-        readers = ", ".join(row.readers).replace("xla", '"xla"')
-        yield f"| `{row.name}` | {values} | {readers} | {row.doc} |"
 
 
 def _paragraph(row: Option, reader: Reader, indent: int = 8) -> str:

@@ -119,22 +119,6 @@ def with_row(steps: Sequence[Any], new: Pass, after: str) -> Iterator[Any]:
             yield new
 
 
-def order_faults(steps: Sequence[Step]) -> list[str]:
-    """Return a sentence for every row that does not stand where its `after` and `before` say."""
-    rows = rows_of(steps)
-    place = {each.name: i for i, each in enumerate(rows)}
-    return [
-        f"{early} has to stand before {late}: {each.because}"
-        for each in rows
-        for early, late in (
-            *((a, each.name) for a in each.after),
-            *((each.name, b) for b in each.before),
-        )
-        # Rows that went with their feature bind nobody.
-        if early in place and late in place and place[early] > place[late]
-    ]
-
-
 def feature_pass(
     feature: str,
     name: str,

@@ -5,8 +5,8 @@ invariants, and pass_runner.py runs the rows. If a pass with `again` changes a p
 run once more. Alternatives run with all their passes and without one, and the cheaper is taken.
 
 A row names the feature that it belongs to, which adds the pass itself (FEATURE_PASSES). `after` and
-`before` say which rows it has to follow and to precede, and `because` says why; pass_types.py's
-`order_faults` checks them.
+`before` say which rows it has to follow and to precede, and `because` says why; a test checks
+them.
 """
 
 from __future__ import annotations

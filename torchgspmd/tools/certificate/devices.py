@@ -38,15 +38,11 @@ Claim = Callable[[str, fx.Node, list[Tensor], At], None]
 """Takes a node's path through the loops, the node, its shards, and where the devices are."""
 
 
-def _axes(text: str) -> tuple[str, ...]:
-    return tuple(text.split("+"))
-
-
 def _in_groups(
     mesh: Mesh, axes: str, x: list[Tensor], run: Callable[[list[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
     results = list(x)
-    for group in mesh.groups(_axes(axes)):
+    for group in mesh.groups(tuple(axes.split("+"))):
         for rank, value in zip(group, run([x[r] for r in group])):
             results[rank] = value
     return results
