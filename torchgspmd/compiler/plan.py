@@ -71,7 +71,6 @@ class Plan(PlanFiles):
         layouts: The propagated layouts and their reasons.
         seconds: Seconds spent planning, by pass.
         data_axes: Axes that shard the batch; weights may be stored in parts over these.
-        replanner: Returns a planner for the program with other marks; without it none are tried.
         counts: Search effort, by name: equal on every machine.
 
     Example:
@@ -88,6 +87,7 @@ class Plan(PlanFiles):
     _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
     check, estimate, explain, trace, diff, html, report = (ToolMethod() for _ in range(7))
     verify, uncapturable, _page, _repr_html_ = (ToolMethod() for _ in range(4))
+    # Returns a planner for the program with other marks; without it none are tried.
     _replanner: Callable[[], Callable[[Captured], Plan]] | None = None
 
     def __init__(
@@ -99,10 +99,9 @@ class Plan(PlanFiles):
         layouts: Layouts | None,
         seconds: dict[str, float],
         data_axes: frozenset[str] = frozenset(),
-        replanner: Callable[[], Callable[[Captured], Plan]] | None = None,
         counts: Mapping[str, int] | None = None,
     ) -> None:
-        self.mesh, self._data_axes, self._replanner = mesh, data_axes, replanner
+        self.mesh, self._data_axes = mesh, data_axes
         self.program_graph, self.seconds = program, seconds
         self.counts = dict(counts or {})
         self._later = {"program": lambda: fx.GraphModule(captured.constants, program)}

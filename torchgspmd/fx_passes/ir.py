@@ -6,7 +6,7 @@ It is a torch.fx.Graph of ATen operations at global shapes; stages.py lists its 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -211,8 +211,7 @@ class Rules:
     are remembered, with the objects that they follow from.
     """
 
-    def __init__(self, lookup: Callable[[Call], FactorRule] = rule_of) -> None:
-        self.lookup = lookup
+    def __init__(self) -> None:
         self.cache: dict[tuple, tuple[FactorRule, int]] = {}  # signature -> rule, key
         self.graph: fx.Graph | None = None  # the last one
         self.known: dict[fx.Node, tuple[Op, tuple[Any, ...]]] = {}  # its operations
@@ -220,7 +219,7 @@ class Rules:
     def op(self, node: fx.Node) -> Op:
         cache_key = signature(node)
         if cache_key not in self.cache:
-            self.cache[cache_key] = (self.lookup(call_of(node)), len(self.cache))
+            self.cache[cache_key] = (rule_of(call_of(node)), len(self.cache))
         rule, key = self.cache[cache_key]
         return Op(node, rule, operands_of(node), results_of(node), key)
 

@@ -230,13 +230,13 @@ def annotate_for_xla(request: Request, pin: str) -> Program:
 # of the forward.
 
 
-def mark_repeated(graph: fx.Graph, rules: Rules | None = None) -> None:
+def mark_repeated(graph: fx.Graph) -> None:
     """Set meta["again"] on backward nodes that repeat a forward node.
 
     They repeat it if they compute the same from equal inputs. Only regions with a contraction are
     marked: others cost little.
     """
-    rules = rules or Rules()
+    rules = Rules()
     twin: dict[fx.Node, fx.Node] = {}
     first: dict[Any, fx.Node] = {}
     again = []

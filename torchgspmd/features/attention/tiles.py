@@ -163,9 +163,9 @@ class Tiles:
                 whole = bool(every) and every[i][j]
                 yield _Tile(row, column, Place(first, sizes), whole)
 
-    def _grouped(self, x: Tensor, dims: int = 3) -> Tensor:
-        """Split query heads into key heads and groups. dims: the dimensions from the heads on."""
-        return x.unflatten(-dims, (self.call.k.shape[-3], -1))
+    def _grouped(self, x: Tensor) -> Tensor:
+        """Split query heads into key heads and groups."""
+        return x.unflatten(-3, (self.call.k.shape[-3], -1))
 
     def _scores(self, tile: _Tile) -> _Scores | None:
         """Return a tile's scores; None if no query sees a key."""
