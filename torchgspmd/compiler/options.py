@@ -334,7 +334,7 @@ def rows_of(owner: type, reader: Reader) -> list[Option]:
     return [row for row in ROWS[owner] if readers.intersection(row.readers)]
 
 
-# The table of options as texts: in signatures, docstrings and docs/parallelize.md.
+# The table of options as texts: in signatures and docstrings.
 
 F = TypeVar("F", bound=Callable[..., object])
 

@@ -48,7 +48,7 @@ def ops_around(ops: Iterable[Op]) -> dict[fx.Node, list[Op]]:
     """Return the operations that compute or use a value, for each value."""
     around: dict[fx.Node, list[Op]] = {}
     for op in ops:
-        for value in dict.fromkeys(value for value, _ in op.tensors):
+        for value in dict(op.tensors):  # each once
             around.setdefault(value, []).append(op)
     return around
 

@@ -6,8 +6,8 @@ from .algebra import simplified
 from .decompositions import RENAMED, decomposition_of, trace, unpartitioned_of
 from .flat_call import FlatCall, flat_rule
 from .notation import IDENTITY, Call, FactorRule, LocalForm, Shapes, describe, factors, make_rule
+from .ops.factory import has_own_seed, natively
 from .ops.pointwise import is_elementwise, quotient
-from .ops.random_ops import has_own_seed, natively
 from .registry import replicated_rule, rule, rule_for, rule_function, rule_in_a_run
 from .rewrites import DECLINED, Declined, SplitRequest, rewrite, rewrite_of
 

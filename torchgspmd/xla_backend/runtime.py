@@ -1,4 +1,4 @@
-"""Find torch_xla, start it in SPMD mode once in a process, and watch what it leaves to the host."""
+"""Start torch_xla in SPMD mode, watch what it leaves to the host, and place tensors on it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from ...capture.trace_context import SITE, current_sites
 from ...errors import user_line
 from ...rules.custom_ops.nd import einsum, split_equation
 from ...rules.custom_ops.random import draw_seed
-from ...rules.ops.random_ops import kept, masked
+from ...rules.ops.factory import kept, masked
 from ...rules.rewrites import DECLINED, Declined, rewrite
 from .op import attention
 

@@ -1,4 +1,7 @@
-"""Reductions over dimensions. Means and variances divide by the global count."""
+"""Reductions over dimensions, softmax and layer norm.
+
+Means and variances divide by the global count.
+"""
 
 from __future__ import annotations
 

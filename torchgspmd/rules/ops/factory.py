@@ -1,8 +1,8 @@
-"""Random operations, decomposed to custom_ops/random.py's `uniform`.
+"""Operations that create tensors: of random numbers, of one number, of numbers that count.
 
-Its numbers depend on an element's global position. So they are equal on every mesh, and each device
-draws its shard only. Gamma, Poisson, ... have no expression by uniform numbers: every device draws
-them all.
+Random ones are decomposed to custom_ops/random.py's `uniform`. Its numbers depend on an element's
+global position. So they are equal on every mesh, and each device draws its shard only. Gamma,
+Poisson, ... have no expression by uniform numbers: every device draws them all.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def _replicated_draw(call: Call) -> FactorRule:
     return call.rule([names] * len(call.tensors), [names], replicated=names)
 
 
-# Operations that create tensors. Without operands, their result may have any layout.
+# One number, and numbers that count. Without operands, the result may have any layout.
 
 
 @rule_for(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
