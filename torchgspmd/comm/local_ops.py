@@ -73,20 +73,16 @@ def take_window(x: Tensor, dim: int, index: int, text: str, shard_rows: int = 0)
     pieces = [
         (place, x.narrow(dim, row, rows)) for _, row, place, rows in window.pieces(index, size, 1)
     ]
-    return join_pieces(pieces, window, dim, x)
+    return join_pieces(pieces, window.length, window.fill or 0.0, dim, x)
 
 
 def join_pieces(
-    pieces: list[tuple[int, Tensor]],
-    window: Window,
-    dim: int,
-    like: Tensor,
-    unspecified: float = 0.0,
+    pieces: list[tuple[int, Tensor]], length: int, fill: float, dim: int, like: Tensor
 ) -> Tensor:
-    """Build a window from (first row, piece) pairs in order; gaps get the window's fill value."""
+    """Build a window of `length` rows from (first row, piece) pairs in order, and a fill value."""
     shape, segments, row = list(like.shape), [], 0
-    fill = as_dtype(unspecified if window.fill is None else window.fill, like.dtype)
-    for place, piece in [*pieces, (window.length, None)]:
+    fill = as_dtype(fill, like.dtype)
+    for place, piece in [*pieces, (length, None)]:
         if place > row:
             segments.append(like.new_full([*shape[:dim], place - row, *shape[dim + 1 :]], fill))
         if piece is not None:

@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-from collections.abc import Generator
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ...compat.operators import aten
 from ...layout.halo_window import Window, sent_rows
 from ...layout.mesh import Coordinates, Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..box_exchange import MAX_COUNTED_DEVICES, Box, elements, pack, unpack
 from ..collective import CollectiveBuilder, Lowering, split_axes
-from ..local_ops import as_dtype, join_pieces
+from ..local_ops import join_pieces
 from .all_to_all import ALL_TO_ALL
 from .kind import CollectiveKind, LocalSteps, Step, in_groups, rename_specs
 from .permute import send_boxes
-
-_Rows = tuple[int, int]  # (first row, number of rows)
 
 
 def halo_step(mesh: Mesh, spec: ShardSpec, dim: int, size: int, row: int) -> Step:
@@ -52,6 +48,7 @@ def _simulate(
 
     # NaN in rows that no program may read shows a missing mask in tests.
     unspecified = math.nan if x[0].is_floating_point() else 0
+    fill = unspecified if window.fill is None else window.fill
 
     def run(shards: list[Tensor]) -> list[Tensor]:
         windows = [
@@ -61,7 +58,7 @@ def _simulate(
             ]
             for index in range(len(shards))
         ]
-        return [join_pieces(pieces, window, dim, x[0], unspecified) for pieces in windows]
+        return [join_pieces(pieces, window.length, fill, dim, x[0]) for pieces in windows]
 
     return in_groups(axes, mesh, x, run)
 
@@ -76,88 +73,54 @@ def _lower(
     of_all = [list(window.pieces(index, size, n, shape[dim])) for index in range(n)]
     # The all_to_all takes its sizes in process group order.
     peers = sorted(range(n), key=positions.__getitem__)
-    required = of_all[me]
     sends = [[(row, rows) for owner, row, _, rows in of_all[j] if owner == me != j] for j in peers]
     receives = [
-        [(place, rows) for owner, _, place, rows in required if owner == j != me] for j in peers
+        [(place, rows) for owner, _, place, rows in of_all[me] if owner == j != me] for j in peers
     ]
-    pieces = [
-        (place, rows, build.call(aten.narrow.default, x, dim, row, rows))
-        for owner, row, place, rows in required
-        if owner == me
-    ]
+    own = [(place, row, rows) for owner, row, place, rows in of_all[me] if owner == me]
+    moved = None
     # All ranks decide alike by the busiest one: a rank that skips the collective would block
     # others.
     if sent_rows(window, size, n, shape[dim]):
-        pieces += yield from _exchange_rows(
-            build, x, shape, dim=dim, name=name, sends=sends, receives=receives
+        boxes = [
+            tuple((row, row + rows) if d == dim else (0, every) for d, every in enumerate(shape))
+            for row, rows in itertools.chain(*sends)
+        ]
+        in_row = math.prod(shape) // shape[dim]
+        received, sent = (
+            [sum(rows for _, rows in peer) * in_row for peer in side] for side in (receives, sends)
         )
-    return _concat_window(build, x, shape, dim, window, pieces)
+        moved = yield build.exchange(build.call(pack, x, boxes), received, sent, name)
+    came = list(itertools.chain(*receives))
+    return build.call(_assembled, x, moved, own, came, dim, window.length, window.fill or 0.0)
 
 
-def _exchange_rows(
-    build: CollectiveBuilder,
-    x: object,
-    shape: list[int],
+def _assembled(
+    x: Tensor,
+    moved: Tensor | None,
+    own: Sequence[tuple[int, int, int]],
+    came: Sequence[tuple[int, int]],
     dim: int,
-    name: str,
-    sends: list[list[_Rows]],
-    receives: list[list[_Rows]],
-) -> Generator[fx.Node, fx.Node, list[tuple[int, int, fx.Node]]]:
-    """Exchange rows with the group. Returns the received (place in window, rows, tensor)."""
-    row = math.prod(shape) // shape[dim]
-    flat = [
-        build.call(aten.reshape.default, build.call(aten.narrow.default, x, dim, place, n), [-1])
-        for peer in sends
-        for place, n in peer
-    ]
-    packed = (
-        build.call(aten.cat.default, flat) if flat else build.call(aten.new_empty.default, x, [0])
-    )
-    received_sizes, sent_sizes = (
-        [sum(rows for _, rows in peer) * row for peer in side] for side in (receives, sends)
-    )
-    moved = yield build.exchange(packed, received_sizes, sent_sizes, name)
-    # Without any rows to receive, an empty piece still uses the result, so that it is waited for.
-    places = [piece for peer in receives for piece in peer] or [(0, 0)]
-    received = build.call(aten.split_with_sizes.default, moved, [rows * row for _, rows in places])
-    return [
-        (
-            place,
-            rows,
-            build.call(
-                aten.reshape.default,
-                build.call(operator.getitem, received, i),
-                [*shape[:dim], rows, *shape[dim + 1 :]],
-            ),
-        )
-        for i, (place, rows) in enumerate(places)
-    ]
+    length: int,
+    fill: float,
+) -> Tensor:
+    """Return a window: rows of x, rows that have come from others, and `fill` in the gaps.
+
+    own: (place in the window, row of x, number of rows). came: (place, number of rows).
+    """
+    pieces = [(place, x.narrow(dim, row, rows)) for place, row, rows in own]
+    if moved is not None and came:
+        count = x.numel() // x.shape[dim]
+        parts = moved.split([rows * count for _, rows in came])
+        pieces += [
+            (place, part.view(*x.shape[:dim], rows, *x.shape[dim + 1 :]))
+            for (place, rows), part in zip(came, parts)
+        ]
+    ordered = sorted(pieces, key=lambda piece: (piece[0], piece[1].shape[dim]))
+    return join_pieces(ordered, length, fill, dim, x)
 
 
-def _concat_window(
-    build: CollectiveBuilder,
-    x: object,
-    shape: list[int],
-    dim: int,
-    window: Window,
-    pieces: list[tuple[int, int, Any]],
-) -> fx.Node:
-    """Concatenate a window's pieces, with its fill in the gaps."""
-    fill = as_dtype(window.fill or 0.0, build.node.meta["dtype"])
-    tensors: list[Any] = []
-    row = 0
-    for place, rows, piece in [*sorted(pieces, key=lambda p: p[:2]), (window.length, 0, None)]:
-        if place > row:
-            tensors.append(
-                build.call(
-                    aten.new_full.default, x, [*shape[:dim], place - row, *shape[dim + 1 :]], fill
-                )
-            )
-        if piece is not None:
-            tensors.append(piece)
-        row = place + rows
-    return build.call(aten.cat.default, tensors, dim)
+vars(_assembled)["owns"] = True  # see fx_nodes.allocates
 
 
 halo = CollectiveKind(
