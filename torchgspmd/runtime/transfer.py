@@ -11,7 +11,6 @@ itself, else from its host, else from any.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..comm.box_exchange import Box, elements
 from ..comm.hosts import host_name
 from ..comm.process_groups import backend_of
 from ..dtensor.storage import spec_of
@@ -37,7 +37,6 @@ _WHY = "transfer copies each tensor of the source into the target's of the same 
 _FIX = "pass names=, which gives the target's name for one of the source, or None to leave it out"
 
 Wants = Callable[[int, str, tuple[int, ...]], Sequence[slice] | None]
-Box = tuple[tuple[int, int], ...]  # where a part begins and ends, by dimension
 Names = Mapping[str, str | None] | Callable[[str], str | None]
 
 
@@ -69,7 +68,7 @@ class TransferPiece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return _elements(self.box) * self.dtype.itemsize
+        return elements(self.box) * self.dtype.itemsize
 
 
 @torch.no_grad()
@@ -306,7 +305,7 @@ def _pieces(
             dtype = min(dtypes[name], part.dtype, key=lambda d: d.itemsize)
             for want, (box, ranks) in itertools.product(part.boxes, boxes.items()):
                 common = _overlap(box, want)
-                if not _elements(common):
+                if not elements(common):
                     continue
                 # Among equally near ranks, the one that has sent least.
                 source = min(
@@ -347,10 +346,6 @@ def _cut(piece: TransferPiece) -> Iterator[TransferPiece]:
 
 def _overlap(first: Box, other: Box) -> Box:
     return tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in zip(first, other))
-
-
-def _elements(box: Box) -> int:
-    return math.prod(end - begin for begin, end in box)
 
 
 class _Move(NamedTuple):
