@@ -28,7 +28,7 @@ from ...compat.private_apis import OpOverload
 from ...compat.private_apis import _pytree as pytree
 from ...fx_passes.ir import ops_around
 from ...layout.mesh import Mesh
-from ...rules import Call, FlatCall, rewrite_of
+from ...rules import Call, FlatCall, rewrite_of, rule_of
 from ...rules.custom_ops.loops import LOOP_MARKS
 from ...rules.ops.uneven_reshape import join_rows, split_rows
 from ..ir import Op, Rules, tensors_of
@@ -325,11 +325,11 @@ class _Keeper:
         try:
             # Calls on fake tensors log what they raise; constants on a device take its memory.
             results = _tensors_in(call.target.target(*args, **kwargs))
-            own = self.rules.lookup(replace(call, target=call.target.target))
+            own = rule_of(replace(call, target=call.target.target))
         except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
             return False
         same = [t.shape for t in results] == [t.shape for t in call.results]
-        return same and own.local.arguments is None and own.is_like(self.rules.lookup(call))
+        return same and own.local.arguments is None and own.is_like(rule_of(call))
 
     def _element(self, node: fx.Node) -> fx.Node | None:
         """Return the element of a result whose dimensions are kept; None for another node."""
