@@ -175,7 +175,7 @@ class _Load:
         tensors, plain, problem = dict[str, Tensor](), None, ""
         if self.is_first:
             try:
-                plain = as_plain(given, "the optimizer", tensors)
+                plain = as_plain(given, "optimizer", tensors)
             except ShardingError as error:  # of rank 0 alone, for which the others would wait
                 problem = error.what
         self.agree(problem)
