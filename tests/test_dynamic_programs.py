@@ -27,7 +27,7 @@ from torch import fx
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError, ShardSpec
 from torchgspmd.capture import Captured, trace
-from torchgspmd.capture.argument_sizes import AssumingShapeEnv
+from torchgspmd.capture.assumed_sizes import AssumingShapeEnv
 from torchgspmd.compiler.api import compile_plan
 from torchgspmd.compiler.plan import Plan
 from torchgspmd.layout.mark import mark_sharding_op

@@ -27,7 +27,8 @@ from ..layout.mark import recorded_mark
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import argument_names
 from ..rules.registry import memory_order
-from .argument_sizes import ArgumentSizes, AssumingShapeEnv, insert_checks
+from .argument_sizes import ArgumentSizes
+from .assumed_sizes import AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced
 from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
 from .draws import traced_generator

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ...capture import ArgumentSizes, Input, Output
-from ...capture.argument_sizes import at_least
+from ...capture.assumed_sizes import at_least
 from ...comm import local_ops
 from ...comm.collective import start, wait
 from ...comm.hardware import Hardware, Link
