@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat.fx_nodes import copy_node, reached
-from ...compat.operators import draws
+from ...compat.fx_nodes import copy_node
+from ...compat.private_apis import OpOverload
 from .source import Source
 from .state_inputs import Retrace, State, TensorInput
 
@@ -141,18 +141,28 @@ def _placeholders_of(node: fx.Node) -> list[fx.Node] | None:
 
     Return None if random numbers or very many operations come between.
     """
-    seen = list[fx.Node]()
-    for each in reached([node]):
-        if draws(each.target):
+    seen, stack = {node: None}, [node]
+    while stack:
+        node = stack.pop()
+        if (
+            isinstance(node.target, OpOverload)
+            and torch.Tag.nondeterministic_seeded in node.target.tags
+        ):
             return None
-        seen.append(each)
+        new = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(dict.fromkeys(new))
+        stack += new
     placeholders = [n for n in seen if n.op == "placeholder"]
     return None if placeholders and len(seen) > _MANY else placeholders
 
 
 def _extract_function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.GraphModule:
     """Return the function that computes a node from these placeholders."""
-    needed = {*reached([node])}
+    needed, stack = {node}, [node]
+    while stack:
+        new = set(stack.pop().all_input_nodes) - needed
+        needed |= new
+        stack += new
     graph, copies = fx.Graph(), {}
     for placeholder in inputs:
         copies[placeholder] = graph.placeholder(placeholder.name)
