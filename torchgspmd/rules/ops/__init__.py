@@ -6,7 +6,6 @@ from . import (  # noqa: F401
     contraction,
     cumulative,
     factory,
-    fourier,
     index_put,
     linalg,
     lookup,
