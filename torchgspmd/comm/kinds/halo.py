@@ -92,7 +92,8 @@ def _lower(
         )
         moved = yield build.exchange(build.call(pack, x, boxes), received, sent, name)
     came = list(itertools.chain(*receives))
-    return build.call(_assembled, x, moved, own, came, dim, window.length, window.fill or 0.0)
+    gaps = {"dim": dim, "length": window.length, "fill": window.fill or 0.0}
+    return build.call(_assembled, x, moved, own, came, **gaps)
 
 
 def _assembled(
