@@ -22,7 +22,7 @@ class Layouts:
 
     fixed: for each dimension of a value whether a mark closes it.
     origin: (value, axis) -> the value that the axis came from (None: a mark), and why.
-    reserved: value -> axes on its dimensions that take part in a later round; see rounds.py.
+    reserved: value -> axes on its dimensions that take part in a later round; see Rounds.
     """
 
     mesh: Mesh

@@ -10,7 +10,7 @@ In each operation, and for each factor, one tensor's axes extend to the others. 
 gets more axes. There are three stages, each until nothing changes. The first propagates through
 elementwise operations, the second along factors through any operation. The last adds factors that
 are summed over, and small operands that are broadcast. All three run once for each mark priority,
-the strongest first (rounds.py).
+the strongest first (layouts.py).
 """
 
 from __future__ import annotations
