@@ -91,6 +91,34 @@ def join_pieces(
     return torch.cat(segments, dim)
 
 
+def assemble_window(
+    x: Tensor,
+    moved: Tensor | None,
+    own: Sequence[tuple[int, int, int]],
+    came: Sequence[tuple[int, int]],
+    dim: int,
+    length: int,
+    fill: float,
+) -> Tensor:
+    """Return a window: rows of x, rows that have come from others, and `fill` in the gaps.
+
+    own: (place in the window, row of x, number of rows). came: (place, number of rows).
+    """
+    pieces = [(place, x.narrow(dim, row, rows)) for place, row, rows in own]
+    if moved is not None and came:
+        count = x.numel() // x.shape[dim]
+        parts = moved.split([rows * count for _, rows in came])
+        pieces += [
+            (place, part.view(*x.shape[:dim], rows, *x.shape[dim + 1 :]))
+            for (place, rows), part in zip(came, parts)
+        ]
+    ordered = sorted(pieces, key=lambda piece: (piece[0], piece[1].shape[dim]))
+    return join_pieces(ordered, length, fill, dim, x)
+
+
+vars(assemble_window)["owns"] = True  # see fx_nodes.allocates
+
+
 Rows = Tensor | list["Rows"]  # the rows in a stack, or in a stack of stacks
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +20,7 @@ from ...layout.mesh import Coordinates, Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..box_exchange import MAX_COUNTED_DEVICES, Box, elements, pack, unpack
 from ..collective import CollectiveBuilder, Lowering, split_axes
-from ..local_ops import join_pieces
+from ..local_ops import assemble_window, join_pieces
 from .all_to_all import ALL_TO_ALL
 from .kind import CollectiveKind, LocalSteps, Step, in_groups, rename_specs
 from .permute import send_boxes
@@ -93,35 +92,7 @@ def _lower(
         moved = yield build.exchange(build.call(pack, x, boxes), received, sent, name)
     came = list(itertools.chain(*receives))
     gaps = {"dim": dim, "length": window.length, "fill": window.fill or 0.0}
-    return build.call(_assembled, x, moved, own, came, **gaps)
-
-
-def _assembled(
-    x: Tensor,
-    moved: Tensor | None,
-    own: Sequence[tuple[int, int, int]],
-    came: Sequence[tuple[int, int]],
-    dim: int,
-    length: int,
-    fill: float,
-) -> Tensor:
-    """Return a window: rows of x, rows that have come from others, and `fill` in the gaps.
-
-    own: (place in the window, row of x, number of rows). came: (place, number of rows).
-    """
-    pieces = [(place, x.narrow(dim, row, rows)) for place, row, rows in own]
-    if moved is not None and came:
-        count = x.numel() // x.shape[dim]
-        parts = moved.split([rows * count for _, rows in came])
-        pieces += [
-            (place, part.view(*x.shape[:dim], rows, *x.shape[dim + 1 :]))
-            for (place, rows), part in zip(came, parts)
-        ]
-    ordered = sorted(pieces, key=lambda piece: (piece[0], piece[1].shape[dim]))
-    return join_pieces(ordered, length, fill, dim, x)
-
-
-vars(_assembled)["owns"] = True  # see fx_nodes.allocates
+    return build.call(assemble_window, x, moved, own, came, **gaps)
 
 
 halo = CollectiveKind(
