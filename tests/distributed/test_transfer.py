@@ -88,10 +88,8 @@ def lacking(source, target, dtype):
             continue
         own, has = before[name]
         size = min(own.dtype.itemsize, tensor.dtype.itemsize)
-        common = sum(
-            module._elements(module._overlap(box, other)) for box in has for other in boxes
-        )
-        yield (sum(map(module._elements, boxes)) - common) * size
+        common = sum(module.elements(module._overlap(box, other)) for box in has for other in boxes)
+        yield (sum(map(module.elements, boxes)) - common) * size
 
 
 @distributed("data=2,model=2")
