@@ -34,7 +34,7 @@ from ..report.kernels import (
 from .run_kernels import RunKernels, groups_of
 from .run_layouts import MODEL, Axes
 from .run_programs import Programs
-from .run_steps import HOST, WEIGHT, Held, Planned, trained
+from .run_steps import WEIGHT, Held, Planned, trained
 from .run_times import KeptValue, LayerTimes
 from .runs import DecoderRun
 
@@ -130,10 +130,10 @@ class Reference(Planned):
         """Add a node's work; outside of layers that of products alone."""
         way, path = int(bool(node.meta.get("backward"))), module_path(node)
         count = 0 if is_transparent(node) else flops(node, times.mesh)
-        is_inside, launches = path.startswith("layers."), times.launches(node)
-        if launches and not self.is_graphed(node):
+        is_inside, host = path.startswith("layers."), self.host_seconds(node, times)
+        if host and not self.is_graphed(node):
             is_grouped = bool(count) and groups_of(node) > 1
-            (work.grouped if is_grouped else work.host)[way] += HOST * launches
+            (work.grouped if is_grouped else work.host)[way] += host
         if count and attends(node):
             work.attention[way] += times.attention_seconds(node, count)
             work.starts[way] += times.kernels.gap
@@ -141,7 +141,7 @@ class Reference(Planned):
             sums = self.sums(node, times, count)
             work.products[way][sums] += count
             work.starts[way] += times.kernels.gap * (not sums.is_beside)
-        elif launches and is_inside and not is_shared(node):
+        elif host and is_inside and not is_shared(node):
             work.starts[way] += times.kernels.gap
             work.traffic[way] += self.traffic(times.regions.get(node, [node]), times)
         if count and not attends(node) and is_inside and not is_shared(node):

@@ -11,10 +11,18 @@ from torch import fx
 
 from ...comm.collective import start, wait
 from ...comm.hardware import Hardware
+from ...comm.kinds import all_to_all
 from ...fx_passes.digest import module_path
 from ...fx_passes.schedule.arithmetic import flops
 from ...fx_passes.schedule.liveness import bytes_of
-from ..report.kernels import Kernels, KernelTimes, attends, base_of, is_transparent
+from ..report.kernels import (
+    Kernels,
+    KernelTimes,
+    attends,
+    base_of,
+    is_operand,
+    is_transparent,
+)
 from .runs import DecoderRun
 
 # GPT-OSS in Megatron: experts.py (_apply_bias) adds the second product's bias expert by expert, in
@@ -70,14 +78,14 @@ class RunKernels(KernelTimes):
         return groups * (1 + self.passes(node))
 
     def passes(self, node: fx.Node) -> int:
-        """Return how many operands a product quantizes; others are quantized already."""
+        """Return the kernels that quantize a product's operands; others are quantized already."""
         if not self.kernels.recipe.passes or attends(node) or self.kernels.is_wide(node):
             return 0
         if not flops(node, self.mesh):
             return 0
-        new = {base_of(x) for x in node.all_input_nodes} - self.counted
+        new = {base_of(x) for x in node.all_input_nodes if is_operand(x)} - self.counted
         self.counted |= new
-        return sum(x.op != "placeholder" for x in new)
+        return self.kernels.recipe.kernels * sum(x.op != "placeholder" for x in new)
 
     @cached_property
     def counted(self) -> set[fx.Node]:
@@ -141,6 +149,24 @@ def between_products(graph: fx.Graph) -> set[str]:
         if groups_of(node) > 1:
             ends.setdefault(module_path(node), []).append(i)
     return {x.name for found in ends.values() for x in forward[found[0] : found[-1] + 1]}
+
+
+def after_dispatch(graph: fx.Graph) -> set[str]:
+    """Return the operations of experts' modules from their tokens' dispatch on.
+
+    Megatron's graphs of "moe_router" and "moe_preprocess" end before it (moe_layer.py).
+    """
+    ways: dict[tuple[str, bool], list[fx.Node]] = {}
+    for x in graph.nodes:
+        if x.op == "call_function":
+            ways.setdefault((module_path(x), bool(x.meta.get("backward"))), []).append(x)
+    found: set[str] = set()
+    for (_, is_backward), way in ways.items():
+        sent = [i for i, x in enumerate(way) if x.target is wait]
+        sent = [i for i in sent if way[i].meta["step"].target is all_to_all]
+        if sent and any(groups_of(x) > 1 for x in way):
+            found |= {x.name for x in (way[: sent[-1]] if is_backward else way[sent[0] :])}
+    return found
 
 
 def unfused(run: DecoderRun, hardware: Hardware, kernels: Kernels, host: float) -> Iterator[float]:

@@ -11,7 +11,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
@@ -23,7 +23,14 @@ from ...fx_passes.digest import module_path
 from ...layout.mesh import Mesh
 from ..report.estimate import COMMUNICATION, estimate
 from ..report.kernels import Kernels
-from .run_kernels import Routed, RunKernels, between_products, groups_of, unfused
+from .run_kernels import (
+    Routed,
+    RunKernels,
+    after_dispatch,
+    between_products,
+    groups_of,
+    unfused,
+)
 from .run_layouts import Axes
 from .run_programs import Programs
 from .run_times import KeptValue, LayerTimes
@@ -131,13 +138,14 @@ class Planned:
         )
         times = RunKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
         sums, between = [0.0] * 6, between_products(plan.program_graph)
+        started = after_dispatch(plan.program_graph)
         for event in found.events:
             if event.stream != COMMUNICATION:
                 sums[event.backward] += event.seconds
                 sums[4] += event.seconds * (event.name in between)
         for node in plan.program_graph.nodes:
-            if node.op == "call_function" and not self.is_graphed(node):
-                host = HOST * times.launches(node)
+            if node.op == "call_function" and not self.is_graphed(node, started):
+                host = self.host_seconds(node, times)
                 sums[2 + bool(node.meta.get("backward"))] += host
                 sums[5] += host * (node.name in between)
         self.choices[tuple(kinds)] = [
@@ -147,11 +155,26 @@ class Planned:
         sent, products = sum(event.sent for event in found.events), found.model_flops
         return LayerTimes(*sums, saved=saved, sent=sent, products=products / plan.mesh.size)
 
-    def is_graphed(self, node: fx.Node) -> bool:
-        """Return whether a CUDA graph starts an operation, on Blackwell alone; a TPU runs one."""
+    def host_seconds(self, node: fx.Node, times: RunKernels) -> float:
+        """Return the host's seconds for an operation.
+
+        Each expert's weight is a parameter in Megatron: autograd and a hook pass on its gradient
+        (distributed_data_parallel.py, _make_backward_post_hook; Automodel stacks the experts).
+        """
+        launches, groups = times.launches(node), groups_of(node)
+        hooks = groups if launches and groups > 1 and node in times.returned else 0
+        return HOST * (launches + (0 if self.run.is_automodel else hooks))
+
+    def is_graphed(self, node: fx.Node, started: Collection[str] = ()) -> bool:
+        """Return whether a CUDA graph starts an operation, on Blackwell alone; a TPU runs one.
+
+        started: operations that no CUDA graph has.
+        """
         if self.hardware.name.startswith("tpu"):
             return True
         if not self.hardware.name.endswith(GRAPHED) or groups_of(node) > 1:
+            return False
+        if node.name in started:
             return False
         return any(fnmatch(module_path(node), glob) for glob in self.config.graphs)
 
