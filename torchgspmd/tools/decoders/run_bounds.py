@@ -145,13 +145,9 @@ class Reference(Planned):
             work.starts[way] += times.kernels.gap
             work.traffic[way] += self.traffic(times.regions.get(node, [node]), times)
         if count and not attends(node) and is_inside and not is_shared(node):
-            recipe = times.kernels.recipe
-            if recipe.passes and not times.kernels.is_wide(node):
-                for x in node.all_input_nodes:
-                    if base_of(x).op != "placeholder" and base_of(x) not in times.quantized:
-                        times.quantized.add(base_of(x))
-                        moved = recipe.passes * self.grown(x) / 2
-                        work.traffic[way] += moved / times.bandwidth
+            for x in times.new_operands(node, times.quantized):
+                moved = times.kernels.recipe.passes * self.grown(x) / 2
+                work.traffic[way] += moved / times.bandwidth
 
     def sums(self, node: fx.Node, times: RunKernels, count: int) -> Sums:
         recipe = RECIPES["bf16"] if times.kernels.is_wide(node) else times.kernels.recipe

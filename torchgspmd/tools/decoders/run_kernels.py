@@ -15,14 +15,7 @@ from ...comm.kinds import all_to_all
 from ...fx_passes.digest import module_path
 from ...fx_passes.schedule.arithmetic import flops
 from ...fx_passes.schedule.liveness import bytes_of
-from ..report.kernels import (
-    Kernels,
-    KernelTimes,
-    attends,
-    base_of,
-    is_operand,
-    is_transparent,
-)
+from ..report.kernels import Kernels, KernelTimes, attends, base_of, is_transparent
 from .runs import DecoderRun
 
 # GPT-OSS in Megatron: experts.py (_apply_bias) adds the second product's bias expert by expert, in
@@ -79,13 +72,9 @@ class RunKernels(KernelTimes):
 
     def passes(self, node: fx.Node) -> int:
         """Return the kernels that quantize a product's operands; others are quantized already."""
-        if not self.kernels.recipe.passes or attends(node) or self.kernels.is_wide(node):
+        if attends(node) or not flops(node, self.mesh):
             return 0
-        if not flops(node, self.mesh):
-            return 0
-        new = {base_of(x) for x in node.all_input_nodes if is_operand(x)} - self.counted
-        self.counted |= new
-        return self.kernels.recipe.kernels * sum(x.op != "placeholder" for x in new)
+        return self.kernels.recipe.kernels * len(self.new_operands(node, self.counted))
 
     @cached_property
     def counted(self) -> set[fx.Node]:

@@ -242,16 +242,25 @@ class KernelTimes:
             moved += bytes_of(node)  # the sum is read, too
         product = count / self.product_rate(node, count, recipe.itemsize)
         seconds = max(product, moved / self.bandwidth)
-        if not recipe.passes:
-            return seconds
-        for x in node.all_input_nodes:
-            base = base_of(x)
-            # Weights are quantized once a step.
-            if base.op == "placeholder" or base in self.quantized or not bytes_of(base):
-                continue
-            self.quantized.add(base)
+        for x in self.new_operands(node, self.quantized):
             seconds += kernels.gap + recipe.passes * least_bytes(x) / 2 / self.bandwidth
         return seconds
+
+    def new_operands(self, node: fx.Node, known: set[fx.Node]) -> list[fx.Node]:
+        """Return the operands that a product quantizes, and add them to those that are.
+
+        Weights are quantized once a step; ends of groups and sizes are none.
+        """
+        if not self.kernels.recipe.passes or self.kernels.is_wide(node):
+            return []
+        bases = {base_of(x): x for x in node.all_input_nodes}
+        found = {
+            base: x
+            for base, x in bases.items()
+            if base.op != "placeholder" and base not in known and is_real(base)
+        }
+        known.update(found)
+        return [*found.values()]
 
     def product_rate(self, node: fx.Node, count: int, itemsize: float) -> float:
         """Return the operations per second of a product, by the depth of its sums.
@@ -345,10 +354,9 @@ def is_transparent(node: fx.Node) -> bool:
     return node.target is getitem or isinstance(node.target, OpOverload) and is_view(node)
 
 
-def is_operand(node: fx.Node) -> bool:
-    """Return True for a tensor of numbers; False for ends of groups, and for sizes."""
-    dtype = node.meta.get("dtype")
-    return dtype is not None and dtype.is_floating_point
+def is_real(node: fx.Node) -> bool:
+    """Return True for a tensor of real numbers."""
+    return bool(bytes_of(node)) and node.meta["dtype"].is_floating_point
 
 
 def least_bytes(node: fx.Node) -> int:
