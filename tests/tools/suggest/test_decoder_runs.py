@@ -12,7 +12,7 @@ from torchgspmd.tools.command_line import run as run_command
 from torchgspmd.tools.decoders import DecoderRun, RunDecoder, runs
 from torchgspmd.tools.decoders.config import config
 from torchgspmd.tools.decoders.run_bounds import Bound, Reference
-from torchgspmd.tools.decoders.run_kernels import RunKernels, after_dispatch, groups_of
+from torchgspmd.tools.decoders.run_kernels import RunKernels, groups_of
 from torchgspmd.tools.decoders.run_layouts import Axes
 from torchgspmd.tools.decoders.run_search import MIN_GAIN, RunSearch, candidates, planned_alike
 from torchgspmd.tools.decoders.run_steps import HOST, Planned, composed, step
@@ -61,9 +61,9 @@ def test_a_host_starts_the_products_of_each_expert(precision: str, passes: int) 
 
     assert kernels(automodel=True) == [1 + passes, 2 + passes]
     assert kernels(automodel=False) == [1 + passes, 3 + passes]
-    started = after_dispatch(plan.program_graph)
-    assert {node.name for node in products} <= started
-    assert not any("topk" in name or "attention" in name for name in started)
+    times = RunKernels(plan.program_graph, plan.mesh, planned.hardware, planned.kernels)
+    assert {*products} <= times.dispatched
+    assert not any("topk" in x.name or "attention" in x.name for x in times.dispatched)
 
 
 def test_a_search_without_end_finds_the_best() -> None:

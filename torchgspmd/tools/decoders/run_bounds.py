@@ -131,7 +131,7 @@ class Reference(Planned):
         way, path = int(bool(node.meta.get("backward"))), module_path(node)
         count = 0 if is_transparent(node) else flops(node, times.mesh)
         is_inside, host = path.startswith("layers."), self.host_seconds(node, times)
-        if host and not self.is_graphed(node):
+        if host and not self.is_graphed(node, times):
             is_grouped = bool(count) and groups_of(node) > 1
             (work.grouped if is_grouped else work.host)[way] += host
         if count and attends(node):
@@ -240,7 +240,7 @@ class Bound(Planned):
         run, c = self.run, self.config
         tokens = run.micro_batch * run.sequence / (run.tensor * run.context)
         sent = tokens * c.chosen * c.width * WEIGHT * (n - 1) / n
-        return routed.seconds(sent, self.hardware, n) / self.kernels.links
+        return routed(sent, self.hardware, n) / self.kernels.links
 
     def rate(self, sums: Sums) -> float:
         """Return the operations per second of products that no layout is above."""

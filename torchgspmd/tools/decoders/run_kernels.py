@@ -46,7 +46,7 @@ class Routed:
             return min(parts, 1 + (self.chosen - 1) * parts / self.experts)
         return parts * (1 - (1 - 1 / parts) ** self.chosen)
 
-    def seconds(self, sent: float, hardware: Hardware, devices: int) -> float:
+    def __call__(self, sent: float, hardware: Hardware, devices: int) -> float:
         """Return the seconds of an exchange without its start; sent: all choices' bytes."""
         token = sent * devices / (devices - 1) / self.chosen
         inside, *across = hardware.links
@@ -79,6 +79,23 @@ class RunKernels(KernelTimes):
     @cached_property
     def counted(self) -> set[fx.Node]:
         return set()
+
+    @cached_property
+    def dispatched(self) -> set[fx.Node]:
+        """Operations of experts' modules from their tokens' dispatch on.
+
+        Megatron's graphs of "moe_router" and "moe_preprocess" end before it (moe_layer.py).
+        """
+        ways: dict[tuple[str, bool], list[fx.Node]] = {}
+        for x in self.graph.nodes:
+            ways.setdefault((module_path(x), bool(x.meta.get("backward"))), []).append(x)
+        found: set[fx.Node] = set()
+        for (_, is_backward), way in ways.items():
+            sent = [i for i, x in enumerate(way) if x.target is wait]
+            sent = [i for i in sent if way[i].meta["step"].target is all_to_all]
+            if sent and any(groups_of(x) > 1 for x in way):
+                found.update(way[: sent[-1]] if is_backward else way[sent[0] :])
+        return found
 
     def saved(self) -> dict[fx.Node, float]:
         """Return the bytes of each value that the forward keeps for the backward.
@@ -138,24 +155,6 @@ def between_products(graph: fx.Graph) -> set[str]:
         if groups_of(node) > 1:
             ends.setdefault(module_path(node), []).append(i)
     return {x.name for found in ends.values() for x in forward[found[0] : found[-1] + 1]}
-
-
-def after_dispatch(graph: fx.Graph) -> set[str]:
-    """Return the operations of experts' modules from their tokens' dispatch on.
-
-    Megatron's graphs of "moe_router" and "moe_preprocess" end before it (moe_layer.py).
-    """
-    ways: dict[tuple[str, bool], list[fx.Node]] = {}
-    for x in graph.nodes:
-        if x.op == "call_function":
-            ways.setdefault((module_path(x), bool(x.meta.get("backward"))), []).append(x)
-    found: set[str] = set()
-    for (_, is_backward), way in ways.items():
-        sent = [i for i, x in enumerate(way) if x.target is wait]
-        sent = [i for i in sent if way[i].meta["step"].target is all_to_all]
-        if sent and any(groups_of(x) > 1 for x in way):
-            found |= {x.name for x in (way[: sent[-1]] if is_backward else way[sent[0] :])}
-    return found
 
 
 def unfused(run: DecoderRun, hardware: Hardware, kernels: Kernels, host: float) -> Iterator[float]:

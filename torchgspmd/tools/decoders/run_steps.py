@@ -11,7 +11,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
@@ -23,14 +23,7 @@ from ...fx_passes.digest import module_path
 from ...layout.mesh import Mesh
 from ..report.estimate import COMMUNICATION, estimate
 from ..report.kernels import Kernels
-from .run_kernels import (
-    Routed,
-    RunKernels,
-    after_dispatch,
-    between_products,
-    groups_of,
-    unfused,
-)
+from .run_kernels import Routed, RunKernels, between_products, groups_of, unfused
 from .run_layouts import Axes
 from .run_programs import Programs
 from .run_times import KeptValue, LayerTimes
@@ -138,13 +131,12 @@ class Planned:
         )
         times = RunKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
         sums, between = [0.0] * 6, between_products(plan.program_graph)
-        started = after_dispatch(plan.program_graph)
         for event in found.events:
             if event.stream != COMMUNICATION:
                 sums[event.backward] += event.seconds
                 sums[4] += event.seconds * (event.name in between)
         for node in plan.program_graph.nodes:
-            if node.op == "call_function" and not self.is_graphed(node, started):
+            if node.op == "call_function" and not self.is_graphed(node, times):
                 host = self.host_seconds(node, times)
                 sums[2 + bool(node.meta.get("backward"))] += host
                 sums[5] += host * (node.name in between)
@@ -165,16 +157,13 @@ class Planned:
         hooks = groups if launches and groups > 1 and node in times.returned else 0
         return HOST * (launches + (0 if self.run.is_automodel else hooks))
 
-    def is_graphed(self, node: fx.Node, started: Collection[str] = ()) -> bool:
-        """Return whether a CUDA graph starts an operation, on Blackwell alone; a TPU runs one.
-
-        started: operations that no CUDA graph has.
-        """
+    def is_graphed(self, node: fx.Node, times: RunKernels) -> bool:
+        """Return whether a CUDA graph starts an operation, on Blackwell alone; a TPU runs one."""
         if self.hardware.name.startswith("tpu"):
             return True
-        if not self.hardware.name.endswith(GRAPHED) or groups_of(node) > 1:
+        if not self.hardware.name.endswith(GRAPHED):
             return False
-        if node.name in started:
+        if groups_of(node) > 1 or node in times.dispatched:
             return False
         return any(fnmatch(module_path(node), glob) for glob in self.config.graphs)
 

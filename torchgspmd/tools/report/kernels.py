@@ -11,12 +11,11 @@ share of links. BabelStream's share of an H100's memory is quoted from memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from operator import getitem
-from typing import Protocol
 
 import torch
 from torch import fx
@@ -84,12 +83,8 @@ RECIPES = {
 }
 
 
-class Dispatcher(Protocol):
-    """A dispatcher of tokens to experts, in place of the plan's exchanges."""
-
-    def seconds(self, sent: float, hardware: Hardware, devices: int) -> float:
-        """Return the seconds of an exchange without its start; sent: all choices' bytes."""
-        ...
+# A dispatcher of tokens: the seconds of an exchange without its start, for all choices' bytes over so many devices.
+Dispatcher = Callable[[float, Hardware, int], float]
 
 
 @dataclass(frozen=True)
@@ -139,7 +134,7 @@ def exchange_seconds(
     if kernels.routed is None or first.target is not all_to_all:
         return step_seconds(steps, mesh, hardware) / kernels.links
     start = hardware.transfer_seconds(mesh, first.axes, all_to_all.name, False, 0.0)
-    moved = kernels.routed.seconds(sent, hardware, mesh.count(first.axes))
+    moved = kernels.routed(sent, hardware, mesh.count(first.axes))
     return start + moved / kernels.links
 
 
@@ -253,14 +248,9 @@ class KernelTimes:
         """
         if not self.kernels.recipe.passes or self.kernels.is_wide(node):
             return []
-        bases = {base_of(x): x for x in node.all_input_nodes}
-        found = {
-            base: x
-            for base, x in bases.items()
-            if base.op != "placeholder" and base not in known and is_real(base)
-        }
+        found = {base_of(x): x for x in node.all_input_nodes if base_of(x) not in known}
         known.update(found)
-        return [*found.values()]
+        return [x for base, x in found.items() if base.op != "placeholder" and is_real(base)]
 
     def product_rate(self, node: fx.Node, count: int, itemsize: float) -> float:
         """Return the operations per second of a product, by the depth of its sums.
