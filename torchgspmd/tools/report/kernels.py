@@ -83,7 +83,7 @@ RECIPES = {
 }
 
 
-# A dispatcher of tokens: the seconds of an exchange without its start, for all choices' bytes over so many devices.
+# The seconds of an exchange of tokens without its start: all choices' bytes over so many devices.
 Dispatcher = Callable[[float, Hardware, int], float]
 
 
