@@ -65,8 +65,8 @@ def read_rows(path: str | Path) -> list[Row]:
     """
     with open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        needed = ["source", *(each.name for each in fields(Row) if each.default is MISSING)]
-        missing = [name for name in needed if name not in (reader.fieldnames or ())]
+        needed = [x.name for x in fields(Row) if x.default is MISSING or x.name in SIZES]
+        missing = [x for x in ("source", *needed) if x not in (reader.fieldnames or ())]
         if missing:
             raise BadRow(f"{path} has no column {', '.join(missing)}")
         return [_row(f"{path}, line {reader.line_num}", values) for values in reader]

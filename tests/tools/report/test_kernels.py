@@ -121,5 +121,5 @@ def test_rows_that_a_token_sends() -> None:
     repeated = replace(one, repeats=True)
     assert all(repeated.reached(n) >= one.reached(n) for n in (2, 8, 64))
     # Within a host links are nine times as fast.
-    seconds = [one.seconds(1e9, H100, devices) for devices in (8, 64)]
+    seconds = [one(1e9, H100, devices) for devices in (8, 64)]
     assert seconds[1] > 3 * seconds[0]

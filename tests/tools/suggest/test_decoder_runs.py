@@ -12,9 +12,10 @@ from torchgspmd.tools.command_line import run as run_command
 from torchgspmd.tools.decoders import DecoderRun, RunDecoder, runs
 from torchgspmd.tools.decoders.config import config
 from torchgspmd.tools.decoders.run_bounds import Bound, Reference
+from torchgspmd.tools.decoders.run_kernels import RunKernels, groups_of
 from torchgspmd.tools.decoders.run_layouts import Axes
 from torchgspmd.tools.decoders.run_search import MIN_GAIN, RunSearch, candidates, planned_alike
-from torchgspmd.tools.decoders.run_steps import Planned, composed, step
+from torchgspmd.tools.decoders.run_steps import HOST, Planned, composed, step
 from torchgspmd.tools.suggest import decoder_runs
 
 ONE = {"fsdp": 0, "tensor": 1, "pipeline": 1, "context": 1, "virtual_stages": 1, "expert": 1}
@@ -41,6 +42,28 @@ def test_no_step_is_below_its_bound(model: str, adapters: bool) -> None:
         assert least.seconds <= found.seconds, each.layout
         room = run.hardware.memory
         assert least.memory <= room or found.memory > room, "a layout that fits is left out"
+
+
+@pytest.mark.parametrize(("precision", "passes"), [("BF16", 0), ("FP8", 4), ("MXFP8", 1)])
+def test_a_host_starts_the_products_of_each_expert(precision: str, passes: int) -> None:
+    """A product, a quantization of its rows, and a hook for each weight; none for sizes."""
+    devices = random.Random(precision).choice([2, 4, 8])
+    planned = Planned(run_on("qwen330ba3b", devices, precision=precision, expert=devices))
+    plan, local = planned.plans["experts", "experts"], 128 // devices
+    products = [node for node in plan.program_graph.nodes if groups_of(node) > 1]
+
+    def kernels(automodel: bool) -> list[float]:
+        times = RunKernels(plan.program_graph, plan.mesh, planned.hardware, planned.kernels)
+        like, sums = planned.on(replace(planned.run, is_automodel=automodel)), [0.0, 0.0]
+        for node in products:
+            sums[bool(node.meta.get("backward"))] += like.host_seconds(node, times) / HOST
+        return [round(each / (2 * 2 * local), 6) for each in sums]  # two products in two layers
+
+    assert kernels(automodel=True) == [1 + passes, 2 + passes]
+    assert kernels(automodel=False) == [1 + passes, 3 + passes]
+    times = RunKernels(plan.program_graph, plan.mesh, planned.hardware, planned.kernels)
+    assert {*products} <= times.dispatched
+    assert not any("topk" in x.name or "attention" in x.name for x in times.dispatched)
 
 
 def test_a_search_without_end_finds_the_best() -> None:

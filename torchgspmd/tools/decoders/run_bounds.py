@@ -34,7 +34,7 @@ from ..report.kernels import (
 from .run_kernels import RunKernels, groups_of
 from .run_layouts import MODEL, Axes
 from .run_programs import Programs
-from .run_steps import HOST, WEIGHT, Held, Planned, trained
+from .run_steps import WEIGHT, Held, Planned, trained
 from .run_times import KeptValue, LayerTimes
 from .runs import DecoderRun
 
@@ -130,10 +130,10 @@ class Reference(Planned):
         """Add a node's work; outside of layers that of products alone."""
         way, path = int(bool(node.meta.get("backward"))), module_path(node)
         count = 0 if is_transparent(node) else flops(node, times.mesh)
-        is_inside, launches = path.startswith("layers."), times.launches(node)
-        if launches and not self.is_graphed(node):
+        is_inside, host = path.startswith("layers."), self.host_seconds(node, times)
+        if host and not self.is_graphed(node, times):
             is_grouped = bool(count) and groups_of(node) > 1
-            (work.grouped if is_grouped else work.host)[way] += HOST * launches
+            (work.grouped if is_grouped else work.host)[way] += host
         if count and attends(node):
             work.attention[way] += times.attention_seconds(node, count)
             work.starts[way] += times.kernels.gap
@@ -141,17 +141,13 @@ class Reference(Planned):
             sums = self.sums(node, times, count)
             work.products[way][sums] += count
             work.starts[way] += times.kernels.gap * (not sums.is_beside)
-        elif launches and is_inside and not is_shared(node):
+        elif host and is_inside and not is_shared(node):
             work.starts[way] += times.kernels.gap
             work.traffic[way] += self.traffic(times.regions.get(node, [node]), times)
         if count and not attends(node) and is_inside and not is_shared(node):
-            recipe = times.kernels.recipe
-            if recipe.passes and not times.kernels.is_wide(node):
-                for x in node.all_input_nodes:
-                    if base_of(x).op != "placeholder" and base_of(x) not in times.quantized:
-                        times.quantized.add(base_of(x))
-                        moved = recipe.passes * self.grown(x) / 2
-                        work.traffic[way] += moved / times.bandwidth
+            for x in times.new_operands(node, times.quantized):
+                moved = times.kernels.recipe.passes * self.grown(x) / 2
+                work.traffic[way] += moved / times.bandwidth
 
     def sums(self, node: fx.Node, times: RunKernels, count: int) -> Sums:
         recipe = RECIPES["bf16"] if times.kernels.is_wide(node) else times.kernels.recipe
@@ -244,7 +240,7 @@ class Bound(Planned):
         run, c = self.run, self.config
         tokens = run.micro_batch * run.sequence / (run.tensor * run.context)
         sent = tokens * c.chosen * c.width * WEIGHT * (n - 1) / n
-        return routed.seconds(sent, self.hardware, n) / self.kernels.links
+        return routed(sent, self.hardware, n) / self.kernels.links
 
     def rate(self, sums: Sums) -> float:
         """Return the operations per second of products that no layout is above."""

@@ -11,6 +11,7 @@ from torch import fx
 
 from ...comm.collective import start, wait
 from ...comm.hardware import Hardware
+from ...comm.kinds import all_to_all
 from ...fx_passes.digest import module_path
 from ...fx_passes.schedule.arithmetic import flops
 from ...fx_passes.schedule.liveness import bytes_of
@@ -45,7 +46,7 @@ class Routed:
             return min(parts, 1 + (self.chosen - 1) * parts / self.experts)
         return parts * (1 - (1 - 1 / parts) ** self.chosen)
 
-    def seconds(self, sent: float, hardware: Hardware, devices: int) -> float:
+    def __call__(self, sent: float, hardware: Hardware, devices: int) -> float:
         """Return the seconds of an exchange without its start; sent: all choices' bytes."""
         token = sent * devices / (devices - 1) / self.chosen
         inside, *across = hardware.links
@@ -70,18 +71,31 @@ class RunKernels(KernelTimes):
         return groups * (1 + self.passes(node))
 
     def passes(self, node: fx.Node) -> int:
-        """Return how many operands a product quantizes; others are quantized already."""
-        if not self.kernels.recipe.passes or attends(node) or self.kernels.is_wide(node):
+        """Return the kernels that quantize a product's operands; others are quantized already."""
+        if attends(node) or not flops(node, self.mesh):
             return 0
-        if not flops(node, self.mesh):
-            return 0
-        new = {base_of(x) for x in node.all_input_nodes} - self.counted
-        self.counted |= new
-        return sum(x.op != "placeholder" for x in new)
+        return self.kernels.recipe.kernels * len(self.new_operands(node, self.counted))
 
     @cached_property
     def counted(self) -> set[fx.Node]:
         return set()
+
+    @cached_property
+    def dispatched(self) -> set[fx.Node]:
+        """Operations of experts' modules from their tokens' dispatch on.
+
+        Megatron's graphs of "moe_router" and "moe_preprocess" end before it (moe_layer.py).
+        """
+        ways: dict[tuple[str, bool], list[fx.Node]] = {}
+        for x in self.graph.nodes:
+            ways.setdefault((module_path(x), bool(x.meta.get("backward"))), []).append(x)
+        found: set[fx.Node] = set()
+        for (_, is_backward), way in ways.items():
+            sent = [i for i, x in enumerate(way) if x.target is wait]
+            sent = [i for i in sent if way[i].meta["step"].target is all_to_all]
+            if sent and any(groups_of(x) > 1 for x in way):
+                found.update(way[: sent[-1]] if is_backward else way[sent[0] :])
+        return found
 
     def saved(self) -> dict[fx.Node, float]:
         """Return the bytes of each value that the forward keeps for the backward.

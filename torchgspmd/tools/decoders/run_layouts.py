@@ -113,10 +113,8 @@ class RunDecoder(Decoder):
 
     Example:
         >>> from torchgspmd.tools.decoders.runs import DecoderRun
-        >>> sizes = {"tensor": 2, "pipeline": 1, "context": 1, "virtual_stages": 1, "expert": 1}
-        >>> sizes |= {"global_batch": 8, "micro_batch": 1, "sequence": 4096, "fsdp": 0}
         >>> with torch.device("meta"):
-        ...     model = RunDecoder(DecoderRun("llama3-8b", "h100", 8, "BF16", **sizes))
+        ...     model = RunDecoder(DecoderRun("llama3-8b", "h100", 8, "BF16", 8, 1, 4096, tensor=2))
         >>> model.layout.sizes
         {'data': 4, 'model': 2}
     """

@@ -136,8 +136,8 @@ class Planned:
                 sums[event.backward] += event.seconds
                 sums[4] += event.seconds * (event.name in between)
         for node in plan.program_graph.nodes:
-            if node.op == "call_function" and not self.is_graphed(node):
-                host = HOST * times.launches(node)
+            if node.op == "call_function" and not self.is_graphed(node, times):
+                host = self.host_seconds(node, times)
                 sums[2 + bool(node.meta.get("backward"))] += host
                 sums[5] += host * (node.name in between)
         self.choices[tuple(kinds)] = [
@@ -147,11 +147,23 @@ class Planned:
         sent, products = sum(event.sent for event in found.events), found.model_flops
         return LayerTimes(*sums, saved=saved, sent=sent, products=products / plan.mesh.size)
 
-    def is_graphed(self, node: fx.Node) -> bool:
+    def host_seconds(self, node: fx.Node, times: RunKernels) -> float:
+        """Return the host's seconds for an operation.
+
+        Each expert's weight is a parameter in Megatron: autograd and a hook pass on its gradient
+        (distributed_data_parallel.py, _make_backward_post_hook; Automodel stacks the experts).
+        """
+        launches, groups = times.launches(node), groups_of(node)
+        hooks = groups if launches and groups > 1 and node in times.returned else 0
+        return HOST * (launches + (0 if self.run.is_automodel else hooks))
+
+    def is_graphed(self, node: fx.Node, times: RunKernels) -> bool:
         """Return whether a CUDA graph starts an operation, on Blackwell alone; a TPU runs one."""
         if self.hardware.name.startswith("tpu"):
             return True
-        if not self.hardware.name.endswith(GRAPHED) or groups_of(node) > 1:
+        if not self.hardware.name.endswith(GRAPHED):
+            return False
+        if groups_of(node) > 1 or node in times.dispatched:
             return False
         return any(fnmatch(module_path(node), glob) for glob in self.config.graphs)
 

@@ -28,12 +28,12 @@ class DecoderRun:
     global_batch: int
     micro_batch: int
     sequence: int
-    fsdp: int
-    tensor: int
-    pipeline: int
-    context: int
-    virtual_stages: int
-    expert: int
+    fsdp: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    virtual_stages: int = 1
+    expert: int = 1
     has_adapters: bool = False
     is_automodel: bool = False
 

@@ -11,12 +11,11 @@ share of links. BabelStream's share of an H100's memory is quoted from memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from operator import getitem
-from typing import Protocol
 
 import torch
 from torch import fx
@@ -61,31 +60,31 @@ class Recipe:
     """A numeric format of products. itemsize: bytes of a number.
 
     passes: bytes that a number's quantization takes the time of, at the share of the bandwidth that
-    kernels reach. rate: of products, as a share of plain ones of the same bytes.
+    kernels reach. rate: of products, as a share of plain ones of the same bytes. kernels: of a
+    quantization.
     """
 
     itemsize: float
     passes: float
     rate: float = 1.0
+    kernels: int = 1
 
 
 # TransformerEngine's docs, examples/gemm_profiling: a layer's products with quantization and
 # without. 2,483 M numbers take 2.34, 1.82 and 2.69 ms on a B300, which are 6.9, 5.4 and 8.0 bytes;
 # FP8 on an H200 takes 3.5 ms, 6.2 bytes. MXFP8's products take 5 % longer than FP8's.
+# TransformerEngine 2.12, quantizer.cpp and current_scaling.cu: FP8 with a tensor's current scale
+# clears a maximum, finds it, computes the scale and casts.
 RECIPES = {
     "bf16": Recipe(2, 0),
-    "fp8": Recipe(1, 6.5),
+    "fp8": Recipe(1, 6.5, kernels=4),
     "mxfp8": Recipe(1, 5.4, 0.95),
     "nvfp4": Recipe(0.5, 8.0),
 }
 
 
-class Dispatcher(Protocol):
-    """A dispatcher of tokens to experts, in place of the plan's exchanges."""
-
-    def seconds(self, sent: float, hardware: Hardware, devices: int) -> float:
-        """Return the seconds of an exchange without its start; sent: all choices' bytes."""
-        ...
+# The seconds of an exchange of tokens without its start: all choices' bytes over so many devices.
+Dispatcher = Callable[[float, Hardware, int], float]
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def exchange_seconds(
     if kernels.routed is None or first.target is not all_to_all:
         return step_seconds(steps, mesh, hardware) / kernels.links
     start = hardware.transfer_seconds(mesh, first.axes, all_to_all.name, False, 0.0)
-    moved = kernels.routed.seconds(sent, hardware, mesh.count(first.axes))
+    moved = kernels.routed(sent, hardware, mesh.count(first.axes))
     return start + moved / kernels.links
 
 
@@ -238,16 +237,20 @@ class KernelTimes:
             moved += bytes_of(node)  # the sum is read, too
         product = count / self.product_rate(node, count, recipe.itemsize)
         seconds = max(product, moved / self.bandwidth)
-        if not recipe.passes:
-            return seconds
-        for x in node.all_input_nodes:
-            base = base_of(x)
-            # Weights are quantized once a step.
-            if base.op == "placeholder" or base in self.quantized or not bytes_of(base):
-                continue
-            self.quantized.add(base)
+        for x in self.new_operands(node, self.quantized):
             seconds += kernels.gap + recipe.passes * least_bytes(x) / 2 / self.bandwidth
         return seconds
+
+    def new_operands(self, node: fx.Node, known: set[fx.Node]) -> list[fx.Node]:
+        """Return the operands that a product quantizes, and add them to those that are.
+
+        Weights are quantized once a step; ends of groups and sizes are none.
+        """
+        if not self.kernels.recipe.passes or self.kernels.is_wide(node):
+            return []
+        found = {base_of(x): x for x in node.all_input_nodes if base_of(x) not in known}
+        known.update(found)
+        return [x for base, x in found.items() if base.op != "placeholder" and is_real(base)]
 
     def product_rate(self, node: fx.Node, count: int, itemsize: float) -> float:
         """Return the operations per second of a product, by the depth of its sums.
@@ -339,6 +342,11 @@ def base_of(node: fx.Node) -> fx.Node:
 def is_transparent(node: fx.Node) -> bool:
     """Return True for a view, and for one of several results."""
     return node.target is getitem or isinstance(node.target, OpOverload) and is_view(node)
+
+
+def is_real(node: fx.Node) -> bool:
+    """Return True for a tensor of real numbers."""
+    return bool(bytes_of(node)) and node.meta["dtype"].is_floating_point
 
 
 def least_bytes(node: fx.Node) -> int:

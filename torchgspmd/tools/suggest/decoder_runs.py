@@ -40,12 +40,6 @@ def run_of(
         global_batch=len(args[0]),
         micro_batch=1,
         sequence=model.sequence,
-        fsdp=0,
-        tensor=1,
-        pipeline=1,
-        context=1,
-        virtual_stages=1,
-        expert=1,
         has_adapters=model.adapters,
         is_automodel=model.automodel,
     )
