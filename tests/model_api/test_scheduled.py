@@ -64,6 +64,9 @@ def call_of(plan):
         (4, "stage=4", {"microbatches": 8, "schedule": "1f1b"}),
         (7, "stage=4", {"microbatches": 8, "schedule": "zero_bubble", "repeats": 2}),  # ZBV
         (4, "stage=2", {"microbatches": 4, "schedule": "1f1b", "repeats": 2}),  # interleaved
+        (5, "stage=2", {"microbatches": 4, "schedule": "dualpipev"}),
+        (8, "stage=4", {"microbatches": 16, "schedule": "dualpipev", "recompute": True}),
+        (4, "data=2,stage=2", {"microbatches": 8, "schedule": "dualpipev", "rows": ("scale",)}),
         (3, "stage=2", {"microbatches": 4, "schedule": "gpipe"}),  # 2 blocks and 1
         (4, "stage=2,model=2", {"microbatches": 4, "schedule": "auto", "recompute": True}),
         (4, "data=2,stage=2", {"microbatches": 4, "schedule": "zero_bubble", "rows": ("scale",)}),
