@@ -211,6 +211,13 @@ PIPELINE: tuple[Step, ...] = (
                 PARTITIONED,
             ),
             feature_pass(
+                "pipelines",
+                "regather_in_stages",
+                PARTITIONED,
+                after=("regather_weights",),
+                because="stages gather in each microbatch where weights are gathered again",
+            ),
+            feature_pass(
                 "attention",
                 "ring_keys",
                 PARTITIONED,
