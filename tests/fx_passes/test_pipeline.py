@@ -202,6 +202,7 @@ def test_what_may_be_skipped_is_in_the_tuple() -> None:
         "collective_matmul",
         "overlap",
         "prefetch",
+        "ring_pairs",
         "split_exchanges",
     ]
     assert pipeline.skippable() == names

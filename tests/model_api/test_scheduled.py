@@ -64,6 +64,9 @@ def call_of(plan):
         (4, "stage=4", {"microbatches": 8, "schedule": "1f1b"}),
         (7, "stage=4", {"microbatches": 8, "schedule": "zero_bubble", "repeats": 2}),  # ZBV
         (4, "stage=2", {"microbatches": 4, "schedule": "1f1b", "repeats": 2}),  # interleaved
+        (5, "stage=2", {"microbatches": 4, "schedule": "dualpipev"}),
+        (8, "stage=4", {"microbatches": 16, "schedule": "dualpipev", "recompute": True}),
+        (4, "data=2,stage=2", {"microbatches": 8, "schedule": "dualpipev", "rows": ("scale",)}),
         (3, "stage=2", {"microbatches": 4, "schedule": "gpipe"}),  # 2 blocks and 1
         (4, "stage=2,model=2", {"microbatches": 4, "schedule": "auto", "recompute": True}),
         (4, "data=2,stage=2", {"microbatches": 4, "schedule": "zero_bubble", "rows": ("scale",)}),
@@ -285,3 +288,75 @@ def test_a_stage_receives_while_it_computes():
         done += event in ("forward", "backward")
     assert done == 16 and len(begin) == 8
     assert all(late - early == 1 for early, late in zip(begin, computed, strict=True))
+
+
+class Layered(nn.Module):
+    """Layers of several products, with dropout."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x):
+        return x + F.dropout(self.down(self.up(x).tanh()), self.dropout)
+
+
+def stored_in_parts(mesh, count, width, meta=False, **options):
+    """A pipeline whose weights lie along the batch's axis, and its batch."""
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        layers = [Layered(width) for _ in range(count)]
+        layers = layers if meta else [each.double() for each in layers]
+        x = torch.randn(4096 if meta else 48, width, dtype=torch.float32 if meta else torch.float64)
+    model = Regression(gspmd.pipeline(layers, mesh, loss=F.mse_loss, **options))
+    gspmd.annotate(model, mesh, {"**.weight": "data _"})
+    return model, x
+
+
+@pytest.mark.parametrize(
+    "mesh, count, width, options",
+    (
+        ("data=2,stage=2", 2, 6, {"microbatches": 4, "schedule": "1f1b"}),
+        ("data=2,stage=2", 6, 5, {"microbatches": 4, "schedule": "zero_bubble"}),  # uneven rows
+        ("data=3,stage=2", 4, 4, {"microbatches": 4, "schedule": "auto", "recompute": True}),
+        ("data=2,stage=2", 8, 6, {"microbatches": 4, "schedule": "dualpipev"}),
+        ("stage=2,data=2", 3, 6, {"microbatches": 2, "schedule": "gpipe"}),
+    ),
+)
+def test_weights_gathered_in_each_microbatch(mesh, count, width, options):
+    mesh = gspmd.Mesh.parse(mesh)
+    model, x = stored_in_parts(mesh, count, width, **options)
+    args = {"mesh": mesh, "grad": True, "in_specs": ("data _",)}
+    kept, again = (
+        gspmd.plan(model, x, advanced={"regather": way}, **args) for way in ("never", "always")
+    )
+    loss, gradients = again.simulate(x, _poison=True)
+    expected = model(x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), **EXACT)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, **EXACT)
+    m = options["microbatches"]
+    for kind, times in (("all_gather", 2 * m), ("reduce_scatter", m)):
+        once, each = (
+            sum(c.sent_bytes for c in plan.collectives if (c.kind, c.axes) == (kind, ("data",)))
+            for plan in (kept, again)
+        )
+        # A recomputed forward gathers again.
+        most = 2 if options.get("recompute") and kind == "all_gather" else 1
+        assert once and times * once <= each <= most * times * once
+
+
+def test_memory_decides_whether_a_stage_keeps_gathered_weights():
+    mesh = gspmd.Mesh(data=4, stage=2)
+    model, x = stored_in_parts(mesh, 8, 256, meta=True, microbatches=4, schedule="1f1b")
+
+    def peak_of(**options):
+        plan = gspmd.plan(model, x, mesh=mesh, grad=True, in_specs=("data _",), **options)
+        return plan.memory.peak, sum(c.sent_bytes for c in plan.collectives)
+
+    kept, again = (peak_of(advanced={"regather": way}) for way in ("never", "always"))
+    assert again[0] < 0.75 * kept[0] and again[1] > 3 * kept[1]
+    assert peak_of(memory={"budget": kept[0], "recompute": "auto"}) == kept
+    assert peak_of(memory={"budget": (again[0] + kept[0]) // 2, "recompute": "auto"}) == again

@@ -21,6 +21,7 @@ from . import (
     experts,
     lanes,
     loops,
+    pairs,
     pipelines,
     recurrences,
     unknown_sizes,
@@ -29,7 +30,7 @@ from . import (
 
 _FOLDERS = (
     *(attention, exchanges, experts, lanes, loops),
-    *(pipelines, recurrences, unknown_sizes, windows),
+    *(pairs, pipelines, recurrences, unknown_sizes, windows),
 )
 FEATURES = tuple(folder.__name__.rpartition(".")[2] for folder in _FOLDERS)
 end_tables(__name__)

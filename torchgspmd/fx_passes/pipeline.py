@@ -25,7 +25,7 @@ from .expand.split_axes import merge_axes, split_axes
 from .expand.split_fused import split_fused
 from .expand.split_products import split_products, splits_products
 from .expand.store_parts import store_parts
-from .expand.undivided import has_sharded_parts, work_of
+from .expand.undivided import has_pairs, has_sharded_parts, work_of
 from .localize.localize_graph import localize_program
 from .loop_call import copy_loops
 from .lower.lowering import LOWERING
@@ -108,6 +108,16 @@ PIPELINE: tuple[Step, ...] = (
                 limit=price,
                 before=("split_fused",),
                 because="an operation on whole matrices that lanes divide needs no decomposition",
+            ),
+            feature_pass(
+                "pairs",
+                "ring_pairs",
+                ANNOTATED,
+                has_work=has_pairs,
+                optional=("ring_pairs",),
+                again=("propagate", "ring_pairs"),
+                before=("split_fused",),
+                because="blocks need no decomposition of what is whole in each of them",
             ),
             feature_pass(
                 "experts",
@@ -199,6 +209,13 @@ PIPELINE: tuple[Step, ...] = (
                 "regather_weights",
                 lambda p: regather_weights(p.graph, p.request.regather == "all"),
                 PARTITIONED,
+            ),
+            feature_pass(
+                "pipelines",
+                "regather_in_stages",
+                PARTITIONED,
+                after=("regather_weights",),
+                because="stages gather in each microbatch where weights are gathered again",
             ),
             feature_pass(
                 "attention",

@@ -56,7 +56,7 @@ def pipeline_model(
         mesh: The devices, also as torch's DeviceMesh.
         axis: The axis whose devices are the stages.
         microbatches: Number of parts into which the batch is divided.
-        schedule: "1f1b", "zero_bubble", "gpipe" or "auto", as in `pipeline` with a loss.
+        schedule: "1f1b", "zero_bubble", "dualpipev", "gpipe", "auto": as in `pipeline` with a loss.
         repeats: How often a microbatch passes each stage.
         recompute: Whether the backward computes the stages again.
         memory: The bytes that a device may keep for backwards.

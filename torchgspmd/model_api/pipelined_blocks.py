@@ -38,7 +38,7 @@ from ..capture.rewrites.loop_trace import (
 from ..capture.rewrites.microbatches import divided, joined
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
-from ..features.pipelines.list_scheduler import Order, order_within
+from ..features.pipelines.list_scheduler import DUAL, Order, order_within
 from ..features.pipelines.schedule import Schedule, Times, check_schedule, in_ticks
 from ..layout.layout_rules import mesh_of
 from ..layout.mark import mark_sharding
@@ -102,7 +102,8 @@ def pipeline(
             returns the mean over the microbatches then, and backwards run between forwards: "1f1b",
             "zero_bubble" (weight gradients fill gaps), "gpipe" (all forwards first). "auto" is the
             zero-bubble schedule that loses least time within `memory`. With two repeats 1F1B is
-            interleaved, and zero-bubble is a V: the second round goes back.
+            interleaved, and zero-bubble is a V: the second round goes back. "dualpipev" is such a V
+            in which a forward is beside another microbatch's backward (DeepSeek-V3).
         memory: With a loss, the bytes that a device may keep for backwards; None: with "auto" and
             "zero_bubble" 1F1B's activations, one for each stage.
         rows: Names of further arguments that have a row for each batch row, such as a padding mask:
@@ -138,7 +139,9 @@ def pipeline(
             why="a microbatch comes round when all others have been begun",
             fix="use as many microbatches as stages, or more",
         )
-    vee = loss is not None and schedule in ("auto", "zero_bubble") and repeats == 2
+    if schedule == DUAL:
+        repeats = _repeats_of_dual_pipe(stages, microbatches, repeats)
+    vee = loss is not None and schedule in ("auto", "zero_bubble", DUAL) and repeats == 2
     order = Order(
         schedule,
         stages,
@@ -149,6 +152,20 @@ def pipeline(
         vee=vee,
     )
     return Pipeline(list(blocks), mesh, axis, order, loss, rows)
+
+
+def _repeats_of_dual_pipe(stages: int, microbatches: int, repeats: int) -> int:
+    """Return the number of stages that a device has; raise a ShardingError if there is no order."""
+    if repeats <= 2 and microbatches >= 2 * stages:
+        return 2
+    raise ShardingError.here(
+        f"schedule '{DUAL}' is used with {repeats} repeats and {microbatches} microbatches on "
+        f"{stages} devices",
+        why="a device has two stages, and pairs the forward of one microbatch with the backward of "
+        "another",
+        fix=f"use {2 * stages} microbatches or more, and no other repeats than 2; "
+        "or schedule='zero_bubble'",
+    )
 
 
 def in_model(*_: object) -> Tensor:

@@ -75,5 +75,8 @@ class LocalBuilder(Protocol):
 
     def call(self, op: object, *args: object, **kwargs: object) -> fx.Node: ...
 
+    def limit(self, index: Any, rows: int) -> None:
+        """Note that indices are of a table with so many rows."""
+
     def note(self, node: fx.Node, shape: tuple[int, ...]) -> None:
         """Note a node's local shape, where it is not that of its first operand."""

@@ -155,6 +155,8 @@ def orders(
     for name, p, m, r in itertools.product(
         ("gpipe", "1f1b", "zero_bubble", "forward"), devices, microbatches, rounds
     ):
+        if name == "gpipe" and r == 2 and m >= 2 * p:
+            yield Order("dualpipev", p, m, rounds=r, vee=True)
         if not (name == "gpipe" and r > 1):
             yield Order(name, p, m, rounds=r, vee=name == "zero_bubble" and r == 2)
 
@@ -162,7 +164,7 @@ def orders(
 SMALL = [*orders((2, 3, 4, 6, 8), (1, 2, 5, 8, 16), (1, 2, 3))]
 
 
-@pytest.mark.parametrize("name", ("gpipe", "1f1b", "zero_bubble", "forward"))
+@pytest.mark.parametrize("name", ("gpipe", "1f1b", "zero_bubble", "forward", "dualpipev"))
 def test_no_schedule_waits_for_itself(name: str) -> None:
     for order in SMALL:
         if order.name == name:

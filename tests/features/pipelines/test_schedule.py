@@ -4,9 +4,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+import torch.distributed.pipelining.schedules as schedules
 from torch import nn
 
 import torchgspmd as gspmd
+from torchgspmd.features.pipelines.dual_pipe import dual_pipe
 from torchgspmd.features.pipelines.list_scheduler import Order, curve, list_schedule
 from torchgspmd.features.pipelines.schedule import Piece, Times, in_ticks, needed_by
 from torchgspmd.fx_passes.loop_call import loop_calls
@@ -75,9 +77,45 @@ def test_two_rounds(p, m):
             assert all(slots[n].end <= slot.begin for n in needed_by(piece, 2 * p - 1))
 
 
+def order_of_torch(p: int, m: int) -> list[list[Piece]]:
+    """The pieces of torch.distributed.pipelining's ScheduleDualPipeV, without its processes."""
+    schedule = schedules.ScheduleDualPipeV.__new__(schedules.ScheduleDualPipeV)
+    schedule.pp_group_size, schedule._n_microbatches = p, m
+    kinds = {"FULL_BACKWARD": "BW", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
+    return [
+        [
+            Piece(kind, each.stage_index, each.microbatch_index)
+            for action in schedule._calculate_single_rank_operations(rank)
+            for each in (action.sub_actions or (action,))
+            for kind in kinds.get(each.computation_type.name, "F")
+        ]
+        for rank in range(p)
+    ]
+
+
+@pytest.mark.parametrize("p", (2, 3, 4, 7))
+@pytest.mark.parametrize("times", TIMES)
+def test_dual_pipe(p, times):
+    """The pieces are in torch's order; bubbles and activations are at their formulas."""
+    for m in (2 * p, 2 * p + 1, 5 * p):
+        pieces = dual_pipe(p, m)
+        if hasattr(schedules, "ScheduleDualPipeV"):
+            assert pieces == order_of_torch(p, m)
+        assert len({x for row in pieces for x in row}) == sum(map(len, pieces)) == 6 * p * m
+        schedule = Order.parse(f"dualpipev {p}x{m} rounds 2 vee").timed(times)
+        gap = times.forward + times.backward - times.weights
+        assert schedule.bubble == pytest.approx((p - 1) * gap)
+        assert max(schedule.kept) == 2 * p + 1
+
+
 @pytest.mark.parametrize(
     "text",
-    ("1f1b 4x8", "zero_bubble 2x4 rounds 2 keeps 8 vee", "auto 4x8 within 4096 recompute"),
+    (
+        "1f1b 4x8",
+        "dualpipev 2x4 rounds 2 vee",
+        "zero_bubble 2x4 rounds 2 keeps 8 vee",
+        "auto 4x8 within 4096 recompute",
+    ),
 )
 def test_the_text_of_an_order(text):
     assert str(Order.parse(text)) == text

@@ -10,11 +10,12 @@ from ...comm.kinds import permute
 from ...errors import ShardingError
 from ...fx_passes.loop_call import BODY_CALLS, BodyCall
 from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
+from ...fx_passes.program import Program
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import APART, DELIVERED, LOOP_MARKS, SIZED_MARKS
 from ...rules.notation import Call, FactorRule, factors
 from ...rules.registry import rule_for
-from . import outline_stages
+from . import outline_stages, regather_in_stages
 from .call import TAG, StageCall
 from .parts import HEAD, SEND
 
@@ -46,8 +47,15 @@ def stage_sends(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
     return graph if nodes else None
 
 
+def _regather_in_stages(program: Program) -> fx.Graph | None:
+    """Gather weights in each microbatch, in the way in which they are gathered again."""
+    is_way = "regather_weights" in program.changed
+    return regather_in_stages.regather_in_stages(program.graph) if is_way else None
+
+
 FEATURE_PASSES |= {
     "stage_sends": FeaturePass(lambda p: stage_sends(p.graph, p.mesh), (SEND,)),
+    "regather_in_stages": FeaturePass(_regather_in_stages, (SEND,)),
     "outline_stages": FeaturePass(
         lambda p: outline_stages.outline_stages(p.graph, p.mesh), (BodyCall,)
     ),

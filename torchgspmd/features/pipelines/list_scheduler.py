@@ -17,7 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ...errors import ShardingError
+from .dual_pipe import dual_pipe
 from .schedule import Piece, Schedule, Times, in_ticks, needed_by, seconds_of, timed
+
+DUAL = "dualpipev"
 
 
 @dataclass(frozen=True)
@@ -234,9 +237,10 @@ _RULES: Sequence[_Rule] = (
 class Order:
     """A pipeline's schedule. Its text: `1f1b 4x8` has 4 devices and 8 microbatches.
 
-    name: forward (no backward), gpipe, 1f1b, zero_bubble, or auto while it is not chosen. limit:
-    the most activations that a device keeps. 0: all for gpipe, otherwise one a stage; if 1f1b has
-    rounds, also those for which a device waits. memory: bytes that these may take; 0: unlimited.
+    name: forward (no backward), gpipe, 1f1b, zero_bubble, dualpipev, or auto while it is not
+    chosen. limit: the most activations that a device keeps. 0: all for gpipe, otherwise one a
+    stage; if 1f1b has rounds, also those for which a device waits. memory: bytes that these may
+    take; 0: unlimited.
     recompute: whether a backward computes the forward again. rounds: how many stages a device has.
     vee: whether the second round goes back.
     """
@@ -270,12 +274,12 @@ class Order:
     @property
     def splits(self) -> bool:
         """Whether weight gradients are pieces of their own."""
-        return self.name == "zero_bubble"
+        return self.name in ("zero_bubble", DUAL)
 
     @property
     def may_split(self) -> bool:
         """Whether weight gradients may become pieces: auto chooses among such schedules."""
-        return self.name in ("zero_bubble", "auto")
+        return self.splits or self.name == "auto"
 
     @property
     def places(self) -> StagePlacement:
@@ -296,6 +300,8 @@ class Order:
             return forward_schedule(self.places, m, times)
         if self.name == "gpipe":
             return in_ticks(p, m, 1, times)
+        if self.name == DUAL:
+            return timed(dual_pipe(p, m), times)
         limit = self.limit or self.usual_limit
         return list_schedule(p, m, split=self.splits, memory=limit, times=times, rounds=rounds)
 
@@ -321,13 +327,16 @@ def order_within(order: Order, activation: int, has_backward: bool) -> Order:
     if not order.memory:
         return replace(order, name="zero_bubble") if order.name == "auto" else order
     most = order.memory // activation if activation else m * rounds
-    if most < (m if order.name == "gpipe" else rounds):
+    least = {"gpipe": m, DUAL: 2 * p + 1}.get(order.name, rounds)
+    if most < least:
         raise ShardingError.here(
             f"a pipeline has memory={order.memory} bytes for activations, and a microbatch takes "
             f"{activation}" + f" in each of {rounds} rounds" * (rounds > 1),
             fix="use more microbatches, recompute=True or more memory"
-            + ("; schedule='1f1b' keeps fewer" if order.name == "gpipe" else ""),
+            + ("; schedule='1f1b' keeps fewer" if order.name in ("gpipe", DUAL) else ""),
         )
+    if order.name == DUAL:
+        return replace(order, memory=0)
     # More than the usual limit would gain nothing.
     if order.name in ("gpipe", "1f1b"):
         return replace(order, limit=0 if order.name == "gpipe" else min(most, order.usual_limit))

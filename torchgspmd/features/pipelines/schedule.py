@@ -21,7 +21,7 @@ from ...errors import ShardingError, did_you_mean
 
 # Without a loss all forwards come first, so 1F1B and zero-bubble need a loss.
 SCHEDULES = ("auto", "gpipe", "circular")
-WITH_LOSS = ("auto", "gpipe", "1f1b", "zero_bubble")
+WITH_LOSS = ("auto", "gpipe", "1f1b", "zero_bubble", "dualpipev")
 _COLORS = {"F": "#7aa6d8", "B": "#8cc58a", "W": "#e3b464"}
 
 

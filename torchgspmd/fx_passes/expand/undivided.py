@@ -9,10 +9,12 @@ no weight has it. With it the model computes, and weights are gathered for that.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import fx
 
@@ -20,7 +22,7 @@ from ...capture import ARGUMENT, MUTATION, TANGENT
 from ...rules.custom_ops.loops import LOOP_MARKS
 from ...rules.notation import Dims
 from ...rules.ops.concat_slice import FEWEST_PARTS, PART_OPS, pieces_taken
-from ...shard_spec import ShardSpec
+from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, tensors_of
 from ..partition.regions import UnionFind
 from ..program import Program
@@ -79,6 +81,19 @@ class Cut:
         return before
 
 
+class Pair(NamedTuple):
+    """A product of two operands along whose rows the same axes lie.
+
+    row, column: the factors of these rows; the columns are those of the smaller operand.
+    """
+
+    op: Op
+    row: str
+    column: str
+    sizes: tuple[int, int]
+    axes: Axes
+
+
 class Work:
     """Who has the work in a propagated graph. arguments: the inputs that are its batch."""
 
@@ -120,6 +135,33 @@ class Work:
         if any(len(each) == 1 and not each & op.rule.replicated for each in places):
             return False
         return not places or not self.batch_factors(op)
+
+    def pairs(self, least: float) -> Iterator[Pair]:
+        """Yield products with a value for each pair of rows of a batch, on the same axes.
+
+        least: bytes of the values on a device, which also are more than an operand's that would be
+        gathered.
+        """
+        factors, _, weights = self._classes
+        for op in self.ops:
+            if not op.rule.contraction or len(op.operands) != 2 or op.results != (op.node,):
+                continue
+            sizes, places = op.rule.sizes, []
+            for value, dims in zip(op.operands, op.rule.operands):
+                along = zip(dims, self.layouts.spec[value].dims)
+                places.append({names[0]: axes for names, axes in along if axes and len(names) == 1})
+            for row, column in itertools.product(*places):
+                axes = places[0][row]
+                if axes != places[1][column] or {row, column} & {*op.rule.reduce}:
+                    continue
+                roots = {factors.find((op.node, f)) for f in (row, column)}
+                val, count = op.node.meta["val"], self.layouts.mesh.count(axes)
+                elements = [v.meta["val"].numel() for v in op.operands]
+                is_large = val.nbytes >= count * least and val.numel() > count * min(elements)
+                if is_large and weights.isdisjoint(roots):
+                    if elements[0] < elements[1]:
+                        row, column = column, row
+                    yield Pair(op, row, column, (sizes[row], sizes[column]), axes)
 
     def has_twins(self) -> bool:
         """Return whether several equal operations, on equal shapes, are divided by no axis."""
@@ -166,6 +208,11 @@ def work_of(p: Program) -> Work:
     pairs = enumerate(zip(p.placeholders, captured.inputs))
     batch = {node for i, (node, inp) in pairs if inp.kind in (ARGUMENT, TANGENT) and i not in kept}
     return Work(p.graph, p.layouts, p.rules, batch)
+
+
+def has_pairs(p: Program) -> bool:
+    """Return whether a product has so many values for pairs of rows that blocks are worth it."""
+    return any(True for _ in work_of(p).pairs(p.request.constants.pair_bytes))
 
 
 def has_sharded_parts(p: Program) -> bool:

@@ -229,6 +229,9 @@ class Emitter:
         """Return a node's local shape; None for a number."""
         return self.localizer.shapes.get(node)
 
+    def limit(self, index: fx.Node, rows: int) -> None:
+        index.meta["limit"] = rows
+
     def note(self, node: fx.Node, shape: tuple[int, ...]) -> None:
         self.localizer.shapes[node] = shape
 

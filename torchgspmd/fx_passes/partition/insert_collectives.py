@@ -48,7 +48,7 @@ def regather_weights(graph: fx.Graph, activations: bool = False) -> fx.Graph:
             and not node.meta.get("backward")
             and (activations or _depends_on_one_input(node))
             and (
-                _gathers(node)
+                gathers(node)
                 or node.args
                 and node.args[0] in gathered
                 and len(node.all_input_nodes) == 1
@@ -76,7 +76,7 @@ def regather_weights(graph: fx.Graph, activations: bool = False) -> fx.Graph:
     return graph
 
 
-def _gathers(node: fx.Node) -> bool:
+def gathers(node: fx.Node) -> bool:
     """Return whether a collective gathers: a permutation may, from two axes to none."""
     if "step" not in node.meta:
         return False

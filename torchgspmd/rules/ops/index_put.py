@@ -283,6 +283,9 @@ def _clamp(x: Tensor, indices: Sequence[Tensor | None]) -> list:
 @rewrite("decompose", aten.diagonal.default, aten.diagonal_copy.default)
 def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
+    # One element of each row: rows stay where they are.
+    if x.dim() == 2 and len(index[0]) == x.shape[order[0]]:
+        return x.permute(order).gather(1, index[1].unsqueeze(1)).squeeze(1)
     return aten.index.Tensor(x.permute(order), [None] * (x.dim() - 2) + index)
 
 
@@ -292,6 +295,9 @@ def _diagonal_backward(
 ) -> Tensor:
     index, order = _diagonal_index(shape, offset, dim1, dim2, grad.device)
     zeros = grad.new_zeros([shape[d] for d in order])
+    if len(shape) == 2 and len(index[0]) == zeros.shape[0]:
+        result = zeros.scatter(1, index[1].unsqueeze(1), grad.unsqueeze(1))
+        return result.permute([order.index(d) for d in range(2)])
     result = aten.index_put.default(zeros, [None] * (len(shape) - 2) + index, grad, True)
     return result.permute([order.index(d) for d in range(len(shape))])
 

@@ -70,7 +70,7 @@ def outside_kept(
     known = local.call(aten.clamp.default, index, least, rows - 1)
     is_known = local.call(aten.eq.Tensor, known, index)
     result = local.call(aten.where.self, is_known, place, index if asked is None else asked)
-    result.meta["limit"] = rows
+    local.limit(result, rows)
     return result
 
 
