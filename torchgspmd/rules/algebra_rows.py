@@ -17,7 +17,7 @@ from torch import fx
 from ..compat.operators import aten
 from .algebra import constant_of, inserted_call, replacement_call
 from .notation import Ints
-from .ops.concat_slice import FEWEST_PARTS
+from .ops.concat_slice import FEWEST_PARTS, is_plain_sum
 from .ops.pointwise import named
 from .rewrites import DECLINED, Declined, rewrite
 
@@ -87,6 +87,8 @@ def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | Decl
             if x.target is aten.stack.default
             else _read_or_select(node, operands[i], dim, index - borders[i])
         )
+    if _flipped_dim(x) == dim:
+        return _read_or_select(node, x.args[0], dim, shape[dim] - 1 - index)
     pads = pads_of(x)
     # Rows added or removed along another dimension would change the row itself.
     if pads is None or any(d != dim and any(rows) for d, rows in pads[1].items()):
@@ -137,6 +139,64 @@ def concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
         return None  # cat also takes empty tensors of one dimension
     sizes = [1 if x.target is aten.stack.default else v.shape[dim] for v in vals]
     return (dim, operands, list(accumulate(sizes, initial=0))) if all(sizes) else None
+
+
+# ------------------------------------------------------------------------------ rows from behind
+
+
+@rewrite("simplify", aten.flip.default)
+def _rows_from_behind(node: fx.Node) -> fx.Node | Declined:
+    """Put rows together from behind, as a loop over `x.flip(1)` does: a flip would exchange them.
+
+    So its result is stack([...]), and its gradient a sum of rows among zeros, each flipped.
+    """
+    d, root = _flipped_dim(node), node.args[0]
+    if d is not None and _flipped_dim(root) == d:
+        return root.args[0]
+    leaves, sums, stack = list[tuple[fx.Node, tuple]](), list[fx.Node](), [root]
+    while stack:
+        x = stack.pop()
+        if d is None or len(x.users) > 1 or x.kwargs or x.meta.get("dynamic"):
+            return DECLINED
+        if is_plain_sum(x.target, x.kwargs) and _keeps_shape(x):
+            sums.append(x)
+            stack += x.args[:2]
+            continue
+        args = _args_from_behind(x, d)
+        if args is None:
+            return DECLINED
+        leaves.append((x, args))
+    for x in sums:  # Each is read by the next one alone, which is to have its rows from behind.
+        x.meta.pop("captured", None)
+    for x, args in leaves:
+        new = replacement_call(x, x.target, args)
+        x.replace_all_uses_with(new)
+        root = new if x is root else root
+    return root
+
+
+def _keeps_shape(x: fx.Node) -> bool:
+    shapes = [v.meta["val"].shape for v in x.args[:2] if isinstance(v, fx.Node)]
+    return len(shapes) == 2 and all(shape == x.meta["val"].shape for shape in shapes)
+
+
+def _flipped_dim(x: fx.Node) -> int | None:
+    """Return the only dimension that a call flips; None for other calls."""
+    if x.target is not aten.flip.default or len(x.args[1]) != 1 or x.meta.get("dynamic"):
+        return None
+    return x.args[1][0] % x.meta["val"].dim()
+
+
+def _args_from_behind(x: fx.Node, d: int) -> tuple | None:
+    """Return arguments with which a call puts its rows together from behind, if there are some."""
+    if x.target is aten.select_backward.default:
+        row, sizes, dim, index = x.args
+        at = sizes[d] - 1 - index % sizes[d]
+        return (row, sizes, dim, at) if dim % len(sizes) == d else None
+    concat = concat_of(x)
+    if concat is None or concat[0] != d or concat[2] != [*range(len(concat[1]) + 1)]:
+        return None
+    return [*concat[1]][::-1], d
 
 
 # ------------------------------------------------------------------- rows that are written in turn

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops import scan
 
-import torchgspmd as gspmd
 from torchgspmd import Mesh
 
 DOUBLE = torch.float64
@@ -131,19 +130,3 @@ def test_the_bytes_do_not_grow_with_the_length():
 def test_tokens_that_shards_do_not_divide(name: str, tokens: int):
     torch.manual_seed(0)
     sent(Loop(STEPS[name], True, True, False, scanned=False), tokens, Mesh(seq=4))
-
-
-def test_two_states_that_read_each_other_are_right():
-    torch.manual_seed(0)
-
-    def run(x: Tensor, gate: Tensor) -> Tensor:
-        level, trend, levels = x[:, 0] * 0, x[:, 0] * 0, []
-        for row, g in zip(x.unbind(1), gate.unbind(1)):
-            before, level = level, (level + trend) * (1 - g) + row * g
-            trend = trend * 0.5 + (level - before) * g
-            levels.append(level)
-        return torch.stack(levels, 1)
-
-    x, gate = torch.rand(2, BATCH, 12, WIDTH).double()
-    plan = gspmd.plan(run, x, gate, mesh=Mesh(seq=2), in_specs=("_ seq _",) * 2)
-    torch.testing.assert_close(plan.simulate(x, gate), run(x, gate), rtol=1e-11, atol=1e-12)

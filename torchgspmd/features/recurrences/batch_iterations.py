@@ -23,11 +23,12 @@ from ...compat.operators import aten
 from ...fx_passes.expand.batched_op import Traced, add_batched
 from ...fx_passes.ir import Op, operands_of
 from ...rules import DECLINED, trace
+from ...rules.ops.pointwise import CONJUGATES
 from .affine_states import AFFINE_STATES, ALGEBRAS
 from .carry_dims import Groups, carry_dims, linear_group, maxima, sums
 from .linear_map import MOST_ROWS, LinearMap
 from .move_cut import move_cut
-from .recurrence import Recurrence
+from .recurrence import Carry, Recurrence, added_op, reading
 
 Value = tuple[fx.Node, bool]  # a new value, and whether it has the iterations' dimension
 
@@ -67,26 +68,25 @@ class _Batcher:
 
     def run(self) -> bool:
         """Add the iterations; return False if the recurrence is not affine."""
-        if not all(self.found.vanishes(value, i) for value, i in self.found.vanishing):
-            return False
-        pending = {*self.found.carries}
+        pending = dict.fromkeys(self.found.carries)
         remaining, aliases = self._emit(self.found.ops, pending), dict[fx.Node, fx.Node]()
         while pending:
             # A carry that another one's next value reads comes first.
             ready = (c for c, (_, again) in self.found.carries.items() if c in pending)
-            carry = next((c for c in ready if self._again(c) & pending <= {c}), None)
+            carry = next((c for c in ready if self._again(c) & pending.keys() <= {c}), None)
             if carry is None:
-                carries = self._move_cut(pending, remaining)
+                carries = self._move_cut(pending, remaining) or self._join(pending, remaining)
                 if not carries:
                     return False
                 aliases |= carries
-                pending, remaining = {*self.found.carries}, self.found.ops
+                pending, remaining = dict.fromkeys(self.found.carries), self.found.ops
             elif self._add_states(carry):
-                pending.remove(carry)
+                del pending[carry]
             else:
                 return False
             remaining = self._emit(remaining, pending)
-        self.new |= {carry: self.operand(value) for carry, value in aliases.items()}
+        for carry, value in reversed(aliases.items()):  # a later cut replaces an earlier one's
+            self.new[carry] = self.operand(value)
         return not remaining
 
     def _move_cut(
@@ -96,7 +96,8 @@ class _Batcher:
         found, count, begin = self.found, self.found.count, self.found.begin
         rows = {value: new for value, (new, is_batched) in self.new.items() if is_batched}
         carries = {c: carry for c, carry in found.carries.items() if c in pending}
-        waiting = {v for op in remaining for v in op.results if v is not None}.union(pending)
+        results = (v for op in remaining for v in op.results if v is not None)
+        waiting = dict.fromkeys((*pending, *results))
         is_first = self._full(torch.empty((), dtype=torch.bool, device="meta"), 0)
         moved = move_cut(self.graph, replace(found, rows=rows, carries=carries), waiting, is_first)
         if moved is None:
@@ -106,11 +107,51 @@ class _Batcher:
         self.new[is_first] = self._row(place, like)
         for value, row in moved.before.items():
             self.new[value] = self._row(lambda x: x.roll(step, 0), rows[row])
-        known = {v: moved.carries.get(v, v) for op in remaining for v in op.operands}
-        ops = [replace(op, operands=tuple(known[v] for v in op.operands)) for op in remaining]
+        ops = [reading(op, moved.carries) for op in remaining]
         self.found = replace(moved.found, ops=[*moved.found.ops, *ops])
         self._note_waits()
         return moved.carries
+
+    def _join(
+        self, pending: Collection[fx.Node], remaining: Sequence[Op]
+    ) -> dict[fx.Node, fx.Node]:
+        """Stack carries that read each other, so that they are one; return their new values.
+
+        Their map is a matrix over them, for each element if no elements are mixed.
+        """
+        found = self.found
+        group = min((self._needed(c, pending) for c in found.carries if c in pending), key=len)
+        vals = [c.meta["val"] for c in group]
+        if len({(val.shape, val.dtype) for val in vals}) != 1:
+            return {}
+        olds = [found.carries[c] for c in group]
+        starts = [old.first or self._full(val, 0) for old, val in zip(olds, vals)]
+        first = self._traced(lambda *xs: torch.stack(xs), *starts)
+        like, agains = group[0], [old.again for old in olds]
+        joined = added_op(self.graph, aten.stack.default, (agains, 0), torch.stack(vals), like)
+        state = joined.node
+        parts = [
+            added_op(self.graph, aten.select.int, (state, 0, i), val, like)
+            for i, val in enumerate(vals)
+        ]
+        again = added_op(self.graph, aten.stack.default, (agains, 0), torch.stack(vals), like)
+        new = {c: part.node for c, part in zip(group, parts)}
+        carries = {c: carry for c, carry in found.carries.items() if c in pending and c not in new}
+        carries = {c: Carry(first, new.get(v, v)) for c, (first, v) in carries.items()}
+        carries[state] = Carry(first, again.node)
+        ops = [reading(op, new) for op in (*remaining, again)]
+        self.found = replace(found, ops=[*parts, *ops], carries=carries, known={})
+        self._note_waits()
+        return new
+
+    def _needed(self, carry: fx.Node, pending: Collection[fx.Node]) -> list[fx.Node]:
+        """Return the pending carries that the next ones of a carry follow from, and itself."""
+        known = {carry: None}
+        for c in (queue := [carry]):
+            more = [v for v in self._again(c) if v in pending and v not in known]
+            known |= dict.fromkeys(more)
+            queue += more
+        return [c for c in self.found.carries if c in known]
 
     def _row(self, function: Callable[[Tensor], Tensor], value: fx.Node) -> Value:
         node = self._traced(function, value)
@@ -120,12 +161,12 @@ class _Batcher:
     def _again(self, carry: fx.Node) -> frozenset[fx.Node]:
         return self._waits(self.found.carries[carry].again)
 
-    def _emit(self, ops: Sequence[Op], pending: set[fx.Node]) -> list[Op]:
+    def _emit(self, ops: Sequence[Op], pending: dict[fx.Node, None]) -> list[Op]:
         """Add operations that wait for no pending carry; return the others."""
         remaining = []
         for op in ops:
             waits = frozenset[fx.Node]().union(*map(self._waits, op.operands))
-            if waits & pending:
+            if waits & pending.keys():
                 remaining.append(op)
             elif (results := self._apply(op, [self.operand(v) for v in op.operands])) is None:
                 remaining.append(op)
@@ -159,9 +200,9 @@ class _Batcher:
         first, again = self.found.carries[carry]
         val = carry.meta["val"] if first is None else first.meta["val"]
         after = again.meta["val"]
-        if after.shape != val.shape or after.dtype != val.dtype or not val.dtype.is_floating_point:
-            return False
         path = self._path(carry, again)
+        if after.shape != val.shape or after.dtype != val.dtype or not _is_over(path, val.dtype):
+            return False
         first = self._full(val, 0) if first is None else first
         dims = carry_dims(path, carry, again, sums)
         if dims is not None and dims.mixed:
@@ -301,6 +342,16 @@ class _Batcher:
             return node
         inner = trace(lambda x: x.expand(count, *x.shape), (node.meta["val"],), {})
         return inline(self.graph, inner, [node], self.origin)  # pyright: ignore
+
+
+def _is_over(path: Sequence[Op], dtype: torch.dtype) -> bool:
+    """Return whether what is linear along a path is so over the numbers of a dtype.
+
+    A conjugate is linear over real numbers alone, and so are the parts of a complex number.
+    """
+    if not dtype.is_complex:
+        return dtype.is_floating_point
+    return all(op.node.meta["val"].is_complex() and op.node.target not in CONJUGATES for op in path)
 
 
 _FAILED: Value = (fx.Graph().placeholder("failed"), False)

@@ -14,6 +14,7 @@ another way: there is no carry, or it is a constant zero. Then the recurrence ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -111,12 +112,16 @@ class Finder:
         reverse: bool,
         end: fx.Node,
         guess: bool = True,
+        choose: bool = False,
     ) -> None:
         self.guess, self.guessed = guess, False  # the last iteration's next carries
+        self.choose, self.chosen = choose, dict[tuple[fx.Node, int], fx.Node]()
         self.parts, self.spans, self.reverse, self.count = parts, spans, reverse, parts.count
-        # The second iteration: it has a carry, and a next one.
-        self.at = self.count - 2 if reverse else 1
         self.begin, self.step = (self.count - 1, -1) if reverse else (0, 1)
+        # The second iteration: it has a carry, and a next one. The first may choose another value
+        # for that carry.
+        self.second = self.begin + self.step
+        self.at = self.second + self.step * choose
         self.last, self.before = self.count - 1 - self.begin, parts.order[end]
         self.ends: dict[fx.Node, fx.Node | None] = {}  # carry -> the last iteration's next one
         self.columns: dict[fx.Node, Column] = {}
@@ -204,10 +209,12 @@ class Finder:
         if is_sum(op):
             return self._summands(value, column, op)
         hollow = [*column]
-        for i in (0, self.count - 1):
+        for i in {0, self.count - 1, self.second}:
             v = column[i]
             if not alike[i] and v is not None and self._is_zero(v):
                 self.vanishing.add((value, i))
+                hollow[i] = None
+            elif not alike[i] and self._chooses(value, i, v):
                 hollow[i] = None
         if not all(same or v is None for same, v in zip(alike, hollow)):
             return None
@@ -215,6 +222,23 @@ class Finder:
         none = (None,) * len(op.operands)
         rows = [m[0].operands if m and v is not None else none for m, v in zip(made, hollow)]
         return [*zip(*rows)]
+
+    def _chooses(self, value: fx.Node, i: int, v: fx.Node | None) -> bool:
+        """Note that an iteration at an end has another value; False if that is not asked for."""
+        if not self.choose or v is None or i not in (0, self.count - 1, self.second):
+            return False
+        val, other = value.meta["val"], v.meta["val"]
+        if other.shape != val.shape or other.dtype != val.dtype:
+            return False
+        self.chosen[value, i] = v
+        return True
+
+    def alike(self, value: fx.Node, i: int) -> Iterator[fx.Node]:
+        """Yield the values in all iterations whose one in iteration i is this one."""
+        families = self.parts.families.get(value, {})
+        yield from (row for row, family in self.rows.items() if families.get(family) == i)
+        for columns in (self.columns, self.carries):
+            yield from (v for v, column in columns.items() if column[i] is value)
 
     def _merged(self, one: Column, other: Column) -> Column | None:
         """Return a column that has the values of both; None if they differ."""
@@ -237,9 +261,9 @@ class Finder:
         above: list[list[fx.Node | None]] = [[None] * self.count for _ in terms]
         self.columns[value] = column
         for i, v in enumerate(column):
-            own = [] if v is None else [x for x in self._terms(v) if not self._is_zero(x)]
             if v is None:
                 continue
+            own = [x for x in self._terms(v, most=len(terms)) if not self._is_zero(x)]
             # An end that lacks a summand further up looks like the others from close by.
             for depth in (3, 2, 1, 0):
                 signs = [self._signature(x, i, depth) for x in own]
@@ -255,6 +279,10 @@ class Finder:
                         above[place][i] = own.pop(j)
                         signs.pop(j)
             missing = [place for place in range(len(terms)) if above[place][i] is None]
+            if (own or missing and i == self.second) and self._chooses(value, i, v):
+                for each in above:
+                    each[i] = None
+                continue
             # A state that is given stands for one carry; the others have to be zeros then.
             if i == self.begin:
                 before = column[self.at - self.step]
@@ -267,13 +295,18 @@ class Finder:
             self.vanishing.update((terms[place], i) for place in missing[len(own) :])
         return [tuple(each) for each in above]
 
-    def _terms(self, value: fx.Node, ops: dict[fx.Node, Op] | None = None) -> list[fx.Node]:
-        """Return the summands of a sum. ops: gets its operations."""
+    def _terms(
+        self, value: fx.Node, ops: dict[fx.Node, Op] | None = None, most: float = math.inf
+    ) -> list[fx.Node]:
+        """Return the summands of a sum, and no more than `most`. ops: gets its operations."""
         root, terms, stack = value, list[fx.Node](), [value]
         while stack:
             value = stack.pop()
             op, _ = self.parts.makers.get(value, (None, 0))
-            if op is None or not is_sum(op) or value is not root and len(value.users) > 1:
+            is_term = value is not root and (
+                len(value.users) > 1 or len(terms) + len(stack) + 2 > most
+            )
+            if op is None or not is_sum(op) or is_term:
                 terms.append(value)
                 continue
             if ops is not None:
@@ -314,7 +347,7 @@ class Finder:
         """Return whether each iteration has a value of the one before in this place."""
         edge = 0 if self.reverse else 1
         for i, v in enumerate(column):
-            if v is None or i == self.begin:
+            if v is None or i == self.begin or self.choose and i == self.second:
                 continue
             span = self.spans.get(v)
             if span is None or span[edge] != i - self.step:

@@ -23,9 +23,8 @@ from torch import fx
 from ...compat.fx_nodes import add_node, copy_node, origin_of
 from ...compat.operators import aten
 from ...fx_passes.expand.undivided import Cut
-from ...fx_passes.ir import Op, call_of, operands_of
-from ...rules import rule_of
-from .recurrence import Carry, Recurrence
+from ...fx_passes.ir import Op, operands_of
+from .recurrence import Carry, Recurrence, choice
 
 
 class MovedCut(NamedTuple):
@@ -55,14 +54,16 @@ def move_cut(
     for op in ops:  # of the rows that a value needs
         below = sum(size.get(v, _size(v)) for v in {*op.operands} if v in found.rows)
         size[op.node] = min(below, _size(op.node))
-    needed, copied = {carry.again for carry in found.carries.values()}, list[Op]()
+    needed = dict.fromkeys(carry.again for carry in found.carries.values())
+    copied = list[Op]()
     for op in reversed(ops):
         v = op.node
         is_smaller_above = v in found.rows and size[v] < _size(v)
         if v in needed and v not in cut and (v in waiting or is_smaller_above):
-            needed |= {*op.operands}
+            needed |= dict.fromkeys(op.operands)
             copied.append(op)
-    needed -= {op.node for op in copied}
+    for op in copied:
+        needed.pop(op.node, None)
     if any(v in waiting and v not in cut for v in needed):
         return None  # by an operation with several results
     moved = {v: _stand_in(graph, v) for v in needed if v in cut or v in found.rows}
@@ -73,7 +74,7 @@ def move_cut(
     for carry, (first, again) in found.carries.items():
         carries[carry] = value = moved.get(again, again)
         if not (found.vanishes(carry, found.begin) and new.vanishes(value, found.begin)):
-            firsts.append(_begun(graph, is_first, first, value))
+            firsts.append(choice(graph, is_first, first, value))
             carries[carry] = firsts[-1].node
     again = {moved[v]: Carry(None, carries.get(v, v)) for v in cut}
     new = replace(new, ops=[*added, *firsts], carries=again, known={})
@@ -117,16 +118,3 @@ def _copied(graph: fx.Graph, op: Op, moved: dict[fx.Node, fx.Node]) -> Op:
     node = copy_node(graph, op.node, dict(zip(operands_of(op.node), operands)).__getitem__)
     moved[op.node] = node
     return replace(op, node=node, operands=operands, results=(node,))
-
-
-def _begun(graph: fx.Graph, is_first: fx.Node, first: fx.Node | None, value: fx.Node) -> Op:
-    """Return the choice of a carry's first value in the first iteration."""
-    val = value.meta["val"]
-    if first is None:
-        kwargs = {"dtype": val.dtype, "device": val.device}
-        first = add_node(graph, "call_function", aten.zeros.default, ([*val.shape],), kwargs)
-        first.meta = {**origin_of(value), "val": val.new_empty(val.shape)}
-    args = (is_first, first, value)
-    node = add_node(graph, "call_function", aten.where.self, args, {})
-    node.meta = {**origin_of(value), "val": val.new_empty(val.shape)}
-    return Op(node, rule_of(call_of(node)), args, (node,), id(node))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import fx
+from torch import Tensor, fx
 
-from ...fx_passes.ir import Op
+from ...compat.fx_nodes import add_node, origin_of
+from ...compat.operators import aten
+from ...fx_passes.ir import Op, call_of, operands_of
+from ...rules import rule_of
 from ...rules.algebra import constant_of
 
 
@@ -48,6 +52,24 @@ class Recurrence:
         """The operation that computes each value."""
         return {v: op for op in self.ops for v in op.results if v is not None}
 
+    def choose(
+        self, graph: fx.Graph, is_end: fx.Node, other: fx.Node | None, value: fx.Node
+    ) -> fx.Node:
+        """Replace a value by another one in one iteration; return the new value.
+
+        other: its operation is in front of the value's; None for zeros. is_end: a row that says
+        which iteration.
+        """
+        op, at = choice(graph, is_end, other, value), self.ops.index(self.makers[value]) + 1
+        new = {value: op.node}
+        behind = [reading(op, new) for op in self.ops[at:]]
+        self.ops[at:] = op, *behind
+        for carry, (first, again) in self.carries.items():
+            self.carries[carry] = Carry(first, new.get(again, again))
+        del self.makers
+        self.known.clear()
+        return op.node
+
     def vanishes(self, value: fx.Node, i: int) -> bool:
         """Return whether a value is zeros in an iteration, by the form of its operations."""
         if (value, i) not in self.known:
@@ -64,3 +86,25 @@ class Recurrence:
         return op is not None and any(
             all(self.vanishes(op.operands[j], i) for j in group) for group in op.rule.linear
         )
+
+
+def choice(graph: fx.Graph, is_end: fx.Node, other: fx.Node | None, value: fx.Node) -> Op:
+    """Return the choice of another value in one iteration. other: None for zeros."""
+    val = value.meta["val"]
+    if other is None:
+        kwargs = {"dtype": val.dtype, "device": val.device}
+        other = add_node(graph, "call_function", aten.zeros.default, ([*val.shape],), kwargs)
+        other.meta = {**origin_of(value), "val": val.new_empty(val.shape)}
+    return added_op(graph, aten.where.self, (is_end, other, value), val, value)
+
+
+def reading(op: Op, new: Mapping[fx.Node, fx.Node]) -> Op:
+    """Return an operation on other operands."""
+    return replace(op, operands=tuple(new.get(v, v) for v in op.operands))
+
+
+def added_op(graph: fx.Graph, target: Any, args: tuple, val: Tensor, like: fx.Node) -> Op:
+    """Add an operation to an iteration. val: its value's. like: has its place in the program."""
+    node = add_node(graph, "call_function", target, args, {})
+    node.meta = {**origin_of(like), "val": val.new_empty(val.shape)}
+    return Op(node, rule_of(call_of(node)), (*operands_of(node),), (node,), id(node))

@@ -26,7 +26,8 @@ from ...rules.ops.concat_slice import Pieces
 from .batch_iterations import batch_iterations
 from .find_chunks import Family, Finder, Parts
 from .find_loops import loops_of, value_behind
-from .loop_ends import End, ends_of
+from .loop_ends import Column, End, ends_of
+from .recurrence import Recurrence
 
 
 def split_sequences(work: Work) -> bool:
@@ -67,35 +68,68 @@ class _Splitter:
         self.parts[count] = parts
         spans = parts.spans(self.graph, self.ends)
         for reverse in (False, True):
-            finder = Finder(parts, spans, reverse, end.node)
-            columns = end.columns_by(spans, 0 if reverse else 1)
-            found = bool(columns) and finder.find(columns)
-            if not found and finder.guessed:
-                finder = Finder(parts, spans, reverse, end.node, guess=False)
-                found = finder.find(columns)
-            if not found or not self._is_sharded(finder):
-                continue
-            with self.graph.inserting_before(end.node):
-                rows = {value: self._rows(family) for value, family in finder.rows.items()}
-                found = finder.recurrence(rows)
-                new = batch_iterations(self.graph, found)
-                if new is None:
+            columns, guessed = end.columns_by(spans, 0 if reverse else 1), False
+            for guess, choose in ((True, False), (False, False), (True, True)):
+                if not columns or not (guess or guessed):
                     continue
-                results = [
-                    _added(self.graph, lambda x: _joined(x, end.pieces), new[value])
-                    for column in columns
-                    if (value := column[finder.at]) is not None
-                ]
-                first, *others = *results, *end.others
-                for other in others:
-                    first = _added(self.graph, torch.add, first, other)
-            for value, column in (*finder.columns.items(), *finder.carries.items()):
-                if value in new:
-                    parts.add(new[value], column)
-                    ends = (0, count - 1)
-                    parts.zeros |= {(new[value], i) for i in ends if found.vanishes(value, i)}
-            self.results[end.node] = first
-            return
+                finder = Finder(parts, spans, reverse, end.node, guess, choose)
+                found = finder.find(columns) and self._is_sharded(finder)
+                if found and self._batch(finder, columns, end):
+                    return
+                guessed = finder.guessed and not found
+
+    def _batch(self, finder: Finder, columns: Sequence[Column], end: End) -> bool:
+        """Compute all iterations at once; return False if they are no affine recurrence."""
+        parts = finder.parts
+        with self.graph.inserting_before(end.node):
+            rows = {value: self._rows(family) for value, family in finder.rows.items()}
+            found = finder.recurrence(rows)
+            chosen = self._choose(finder, found)
+            new = None if chosen is None else batch_iterations(self.graph, found)
+            if chosen is None or new is None:
+                return False
+            new |= {value: new[node] for value, node in chosen.items() if node in new}
+            results = [
+                _added(self.graph, lambda x: _joined(x, end.pieces), new[value])
+                for column in columns
+                if (value := column[finder.at]) is not None
+            ]
+            first, *others = *results, *end.others
+            for other in others:
+                first = _added(self.graph, torch.add, first, other)
+        for value, column in (*finder.columns.items(), *finder.carries.items()):
+            if value in new:
+                parts.add(new[value], column)
+                ends, known = (0, parts.count - 1), chosen.get(value, value)
+                parts.zeros |= {(new[value], i) for i in ends if found.vanishes(known, i)}
+        self.results[end.node] = first
+        return True
+
+    def _choose(self, finder: Finder, found: Recurrence) -> dict[fx.Node, fx.Node] | None:
+        """Let iterations at the ends have their own values; return those in all iterations.
+
+        Where the program has nothing, values become zeros, if they are not by their operations.
+        None if one of these is no operation's.
+        """
+        chosen, order = dict[fx.Node, fx.Node](), finder.parts.order
+        zeros = sorted(found.vanishing, key=lambda end: (order[end[0]], end[1]))
+        own = dict[tuple[fx.Node, int], fx.Node | None](finder.chosen)
+        own |= {end: None for end in zeros if end not in own and not found.vanishes(*end)}
+        if any(value not in found.makers for value, _ in own):
+            return None
+        for (value, i), other in own.items():
+            is_end = _added(self.graph, lambda x: x.new_zeros((), dtype=torch.bool), value)
+            place = lambda x, i=i: torch.arange(found.count, device=x.device) == i  # noqa: E731
+            found.rows[is_end] = _added(self.graph, place, value)
+            if other is not None:
+                alike = (
+                    v for v in finder.alike(other, i) if v in found.rows or order[v] < order[value]
+                )
+                v = next(alike, None)
+                # Nodes of one iteration stand for all, so the value of another one needs a node.
+                other = chosen.get(v, v) if v else _added(self.graph, torch.clone, other)
+            chosen[value] = found.choose(self.graph, is_end, other, chosen.get(value, value))
+        return chosen
 
     def take_ends(self) -> None:
         """Take what is still read of a first or last iteration from the values of all."""

@@ -59,6 +59,8 @@ PASS_MAXIMA: dict[Any, tuple[frozenset[int], ...]] = {
     **dict.fromkeys((aten.clone.default, aten.permute.default), (frozenset((0,)),)),
 }
 
+CONJUGATES = {aten._conj.default, aten._conj_physical.default, aten.conj_physical.default}
+
 
 def named(text: str) -> list[Any]:
     """Return operators by their names, such as `abs eq.Scalar`."""
