@@ -115,7 +115,7 @@ def diffusers_arguments(cls, narrow: bool, divide: bool) -> dict[str, Any]:
     parameters = inspect.signature(cls.__init__).parameters
     defaults = {key: parameter.default for key, parameter in parameters.items()}
     for key, value in defaults.items():
-        if key == "in_channels" and value is None:
+        if key in ("in_channels", "sample_size") and value is None:
             given[key] = 32
         if value is inspect.Parameter.empty:
             given |= {key: v for p, v in NEEDED[::-1] if re.search(p, key)}  # noqa: B035 (the first)
@@ -190,6 +190,8 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
     pictures += [(5, channels, side, side), (3, 5, 32, 32), (3, 9, 64, 64), (3, 64, 64)]
     pictures += [(channels, 1920), (1, 1920)]
     times = torch.randint(1, 1000, (BATCH,))
+    axes = (getattr(config, n, None) for n in ("axes_dims_rope", "axes_dims", "axes_dim"))
+    places = next((len(a) for a in axes if isinstance(a, tuple | list)), 3)
     clocks = times, times.float(), times[:, None].float().expand(-1, 5)
     if not any("time" in n for n in names):
         clocks = clocks[:1]
@@ -200,7 +202,7 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
         picture, times = torch.randn(batch, *shape), times[:batch]
         words = torch.randn(batch, 7, text)
         two = torch.full((batch, 2), float(side))
-        rows = torch.arange(16)[:, None] * torch.tensor([0, 1, 1])
+        rows = torch.arange(16)[:, None] * torch.tensor([0, *[1] * (places - 1)])
         made = {
             r"sample|hidden_states|x|latent_model_input|context_latents": picture,
             r"timesteps?|r_timestep|timestep_r|t": times,
@@ -208,7 +210,9 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
             r"class_labels": torch.randint(0, 4, (batch,)),
             r"pooled_projections|encoder_pooled_projections": torch.randn(batch, pooled),
             r"img_ids": rows.float(),
-            r"txt_ids": torch.zeros(7, 3),
+            r"txt_ids": torch.zeros(7, places),
+            r"num_frames": 1,
+            r"height|width": 4 if len(shape) == 2 else shape[-1],
             r"guidance": torch.full((batch,), 3.5),
             r"controlnet_cond": torch.randn(batch, 3, 8 * side, 8 * side),
             r"original_size|target_size|crop_coords": two,
