@@ -25,7 +25,6 @@ import copy
 import importlib
 import json
 import os
-import re
 import statistics
 import time
 import warnings
@@ -69,7 +68,6 @@ from torchgspmd.capture.state.object_trees import opened
 from torchgspmd.errors import ShardingError
 
 EXACT, SINGLE = 1e-8, 1e-4  # relative, of float64 and float32: some hundred operations deep
-LISTS = r"a list of as many numbers as values say|values: an `if` or a loop needs numbers"
 
 LIBRARIES: dict[str, tuple[Callable[[], list[str]], Callable[[str], Built]]] = {
     "transformers": (transformers_names, transformers_model),
@@ -181,32 +179,6 @@ def compared(one: Subject, layout: Layout, row: dict[str, Any]) -> str | None:
     )
 
 
-class FromLists(nn.Module):
-    """The fix of the error about lists of unknown length: numbers, which forward makes tensors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **kwargs):
-        made = {n: torch.tensor(v) for n, v in kwargs.items() if isinstance(v, list)}
-        return self.model(**kwargs | made)
-
-
-def by_the_fix(one: Subject, counts: dict[str, list], name: str, seed: int) -> str:
-    """Return the result with the fix that such an error names: lists in place of these tensors."""
-    fixed = one._replace(model=FromLists(copy.deepcopy(one.model)), kwargs=one.kwargs | counts)
-    try:
-        return compared(fixed, random_layout(fixed.model, name, seed), {}) or "right"
-    except Exception as error:  # noqa: BLE001 (a fix that does not help)
-        return failure(error)
-
-
-def _is_count(name: str, value: Any) -> bool:
-    whole = isinstance(value, Tensor) and value.dtype is torch.int64
-    return whole and not name.endswith("input_ids")
-
-
 def run_model(library: str, given: argparse.Namespace, name: str) -> dict[str, Any]:
     """The row of one model class."""
     row: dict[str, Any] = {"op": f"{library}:{name}", "samples": 1}
@@ -237,11 +209,7 @@ def run_model(library: str, given: argparse.Namespace, name: str) -> dict[str, A
             return row | on_processes(layout.mesh.size, int(given.seconds), training)
         why = compared(one, layout, row)
     except ShardingError as error:
-        row |= {"what": "refused", "why": str(error).strip()[:600]}
-        counts = {n: v.tolist() for n, v in one.kwargs.items() if _is_count(n, v)}
-        if counts and re.search(LISTS, row["why"]) and given.layout == "random":
-            row["fix"] = by_the_fix(one, counts, name, given.seed)
-        return row
+        return row | {"what": "refused", "why": str(error).strip()[:600]}
     except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
         return {**row, "what": "error", "why": failure(error)}
     return {**row, "what": "wrong" if why else "right", "why": why or ""}
@@ -255,11 +223,7 @@ def table(rows: list[dict]) -> Iterator[str]:
         if own:
             built = len(own) - counts["not built"]
             others = (f", {n} {what}" for what, n in sorted(counts.items()) if what != "right")
-            fixed = sum(r.get("fix") == "right" for r in own)
-            yield (
-                f"{library}: {counts['right']} of {built} right{''.join(others)}; {fixed} refused "
-                "are right by the error's fix"
-            )
+            yield f"{library}: {counts['right']} of {built} right{''.join(others)}"
     yield from distributions(rows)
     order = ["wrong", "error", "refused", "not built", "built"]
     for row in sorted(rows, key=lambda r: (order + ["right"]).index(r.get("what", "error"))):

@@ -95,7 +95,16 @@ FEWER = [  # names of a constructor's arguments, and their largest value
 NARROWER = [  # these do not fit each other in each model
     (r"^(base_|decoder_base_|inner_|hidden_|ffn_)?(dim|size)$|^(d_model|embed_dim|width)$", 32),
     (r"(intermediate|mlp|ffn?|ff_inner).*(size|dim|width)$", 64),
-    (r"^(base|model|encoder|decoder)_channels$|channels_base$", 32),
+    (r"^((base|model|encoder|decoder)_)?channels$|channels_base$", 32),
+    (r"^(encoder|decoder|latent)_dim$", 32),
+]
+NEEDED = [  # arguments without a default
+    (r"block_out_channels", (32, 32)),
+    (r"latent_channels", 4),
+    (r"channels", 3),
+    (r"sample_size", 32),
+    (r"compression_ratio", 2),
+    (r"layers", 1),
 ]
 PART = 4  # of a head's width, and of the parts of it that rotate
 
@@ -106,8 +115,10 @@ def diffusers_arguments(cls, narrow: bool, divide: bool) -> dict[str, Any]:
     parameters = inspect.signature(cls.__init__).parameters
     defaults = {key: parameter.default for key, parameter in parameters.items()}
     for key, value in defaults.items():
-        if key == "in_channels" and value is None:
+        if key in ("in_channels", "sample_size") and value is None:
             given[key] = 32
+        if value is inspect.Parameter.empty:
+            given |= {key: v for p, v in NEEDED[::-1] if re.search(p, key)}  # noqa: B035 (the first)
         if type(value) is int and value > 0:
             table = [*FEWER, *(NARROWER if narrow else [])]
             most = next((most for pattern, most in table if re.search(pattern, key)), value)
@@ -116,7 +127,8 @@ def diffusers_arguments(cls, narrow: bool, divide: bool) -> dict[str, Any]:
                 given[key] = value // PART
         elif isinstance(value, tuple | list) and value and all(type(v) is int for v in value):
             if "channels" in key:
-                given[key] = type(value)(min(v, 32) for v in value)
+                part = 1 if narrow else max(min(value) // 16, 1)  # else they keep their ratios
+                given[key] = type(value)(min(v, 32) if narrow else v // part for v in value)
             elif divide and re.search(r"axes_dims?|rope_dim", key):
                 given[key] = type(value)(v // PART for v in value)
             elif re.search(r"num_layers|depths$", key):
@@ -140,7 +152,15 @@ def diffusers_model(name: str) -> Built:
             if size > LARGEST:
                 raise MemoryError(f"{size:,} parameters: not small")
             model = cls(**given).eval()
+            tried: set[tuple] = set()
             for kwargs in diffusers_inputs(model):
+                kinds = (
+                    (k, getattr(v, "shape", 0), str(getattr(v, "dtype", 0)))
+                    for k, v in kwargs.items()
+                )
+                if (kind := tuple(kinds)) in tried:
+                    continue
+                tried.add(kind)
                 try:
                     model(**kwargs)
                     return model, kwargs
@@ -166,26 +186,37 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
     channels = getattr(config, "in_channels", 4) or 4
     widths = [w for n in TEXT if isinstance(w := getattr(config, n, None), int)]
     pooled = getattr(config, "pooled_projection_dim", None) or 32
-    two = torch.full((BATCH, 2), float(side))
     pictures = [(channels, side, side), (channels, 5, side, side), (16, channels)]
     pictures += [(5, channels, side, side), (3, 5, 32, 32), (3, 9, 64, 64), (3, 64, 64)]
-    for shape, text in itertools.product(dict.fromkeys(pictures), dict.fromkeys(widths or [32])):
+    pictures += [(channels, 1920), (1, 1920)]
+    times = torch.randint(1, 1000, (BATCH,))
+    axes = (getattr(config, n, None) for n in ("axes_dims_rope", "axes_dims", "axes_dim"))
+    places = next((len(a) for a in axes if isinstance(a, tuple | list)), 3)
+    clocks = times, times.float(), times[:, None].float().expand(-1, 5)
+    if not any("time" in n for n in names):
+        clocks = clocks[:1]
+    for batch, shape, text, times in itertools.product(  # some fit no batch
+        (BATCH, 1), dict.fromkeys(pictures), dict.fromkeys(widths or [32]), clocks
+    ):
         torch.manual_seed(0)
-        picture, times = torch.randn(BATCH, *shape), torch.randint(1, 1000, (BATCH,))
-        words = torch.randn(BATCH, 7, text)
-        rows = torch.arange(16)[:, None] * torch.tensor([0, 1, 1])
+        picture, times = torch.randn(batch, *shape), times[:batch]
+        words = torch.randn(batch, 7, text)
+        two = torch.full((batch, 2), float(side))
+        rows = torch.arange(16)[:, None] * torch.tensor([0, *[1] * (places - 1)])
         made = {
-            r"sample|hidden_states|x|latent_model_input": picture,
+            r"sample|hidden_states|x|latent_model_input|context_latents": picture,
             r"timesteps?|r_timestep|timestep_r|t": times,
             r"encoder_hidden_states": words,
-            r"class_labels": torch.randint(0, 4, (BATCH,)),
-            r"pooled_projections|encoder_pooled_projections": torch.randn(BATCH, pooled),
+            r"class_labels": torch.randint(0, 4, (batch,)),
+            r"pooled_projections|encoder_pooled_projections": torch.randn(batch, pooled),
             r"img_ids": rows.float(),
-            r"txt_ids": torch.zeros(7, 3),
-            r"guidance": torch.full((BATCH,), 3.5),
-            r"controlnet_cond": torch.randn(BATCH, 3, 8 * side, 8 * side),
+            r"txt_ids": torch.zeros(7, places),
+            r"num_frames": 1,
+            r"height|width": 4 if len(shape) == 2 else shape[-1],
+            r"guidance": torch.full((batch,), 3.5),
+            r"controlnet_cond": torch.randn(batch, 3, 8 * side, 8 * side),
             r"original_size|target_size|crop_coords": two,
-            r"(encoder_attention_|encoder_hidden_states_|text_)?mask": torch.ones(BATCH, 7),
+            r"(encoder_attention_|encoder_hidden_states_|text_)?mask": torch.ones(batch, 7),
             r"added_cond_kwargs": {"resolution": two, "aspect_ratio": two[:, :1]},
         }
         known = {n: v for n in names for pattern, v in made.items() if re.fullmatch(pattern, n)}

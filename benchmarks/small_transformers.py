@@ -53,6 +53,8 @@ SAME = [  # sizes that are small whatever the widths are
     (r"vocab(_size|$)", VOCABULARY),
     (r"max.*(position|length|len)|n_positions|^n_ctx$|seq_len", 128),
     (r"shared_layers$", 0),
+    (r"attention_window$", 8),
+    (r"expert_num$", 4),
     (LAYERS, 2),
 ]
 NUMBERS = [  # the first that matches a name of a configuration
@@ -189,6 +191,7 @@ def complete(config) -> None:
         "head_dim": head,
         "mlp_layer_types": ["dense", *["sparse"] * layers][:layers],
         "num_experts_per_tok": 2,
+        "num_key_value_heads": heads,
         "prediction_length": 8,
         "layer_types": ["full_attention"] * layers,
     }

@@ -248,6 +248,35 @@ def doubled(module, inputs, output):
     return 2 * output
 
 
+class Pictures(nn.Module):
+    """Multiplies each picture by its height, of which it makes a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x, sizes):
+        heights = sizes[:, 0].repeat_interleave(sizes[:, 0] * 0 + 1)  # of unknown length
+        return sum(row.square().mean() * n for row, n in zip(self.head(x), heights.tolist()))
+
+
+@distributed("data=2")
+def test_whole_numbers_of_arguments(mesh):
+    torch.manual_seed(0)
+    model = Pictures()
+    reference = copy.deepcopy(model)
+    gspmd.mark_sharding(model.head.weight, mesh, "data _")
+    model = gspmd.parallelize(model, mesh, in_specs=("data _", None))
+    x, programs = torch.randn(2, 6), []
+    for sizes in ([[2, 3], [4, 1]], [[5, 3], [4, 1]], [[2, 3], [4, 1]]):
+        loss, want = model(x, torch.tensor(sizes)), reference(x, torch.tensor(sizes))
+        close(loss, want)
+        loss.backward(), want.backward()
+        same_gradients(model, reference)
+        programs.append(len(model._all_programs()))
+    assert programs == [1, 2, 2], programs
+
+
 @distributed(*MESHES)
 def test_other_modules(mesh):
     model, reference = pair(mesh)

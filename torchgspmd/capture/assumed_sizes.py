@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from ..errors import ShardingError, user_line
 # Sizes, in parts, to try: a condition with one outcome for these has it for all sizes.
 _SIZES = (2, 3, 1009, 1013)
 UNBOUNDED = 2**62  # the greatest size
+# Set where a branch on no rows changes nothing: the sizes that such branches take for more.
+EMPTY_IS_NOTHING: ContextVar[set[Any] | None] = ContextVar("empty is nothing", default=None)
 # The most sizes in one condition.
 _MOST = 3
 
@@ -95,6 +98,9 @@ class AssumingShapeEnv(ShapeEnv):
         low = 2 * parts
         while low > 0 and _outcome(condition, symbols, (low - 1, *sizes)) is not None:
             low -= 1
+        if low == 1 and (assumed := EMPTY_IS_NOTHING.get()) is not None:
+            assumed.update(symbols)
+            return outcome
         for symbol in symbols:
             before = self.lower_bounds.get(symbol, (0, None))
             # The strictest condition on a size decides, and is named in the error.

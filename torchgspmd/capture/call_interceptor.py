@@ -23,6 +23,7 @@ from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
 from .cached_constants import CachedConstants
 from .functionalize import Functional, FunctionalTensor, set_data
 from .rewrites import products, sparse_coo, value_free, vmapped  # noqa: F401 (register)
+from .rewrites.chosen_loops import GATED, Gate, count_of, iterations, only_sums
 from .rewrites.inline_python import bodies
 from .rewrites.loop_trace import recording
 from .rewrites.value_free import SELECTIONS
@@ -34,6 +35,7 @@ from .unsupported import check_dense
 
 # The code of frames that call a module.
 _CALL = getattr(nn.Module.__call__, "__code__", None)
+_ITER = getattr(Tensor.__iter__, "__code__", None)
 
 
 class CallInterceptor(TorchFunctionMode):
@@ -49,6 +51,8 @@ class CallInterceptor(TorchFunctionMode):
         super().__init__()
         self.tracker, self.constants, self.mode, self.asked = tracker, constants, mode, asked
         self.lists: dict[int, tuple[Tensor, Any]] = {}  # by a tensor's id, its nested list
+        self.gates: list[Gate] = []  # the iterations around that may be none
+        self.is_gated = False
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
@@ -82,6 +86,15 @@ class CallInterceptor(TorchFunctionMode):
             return set_data(*args)
         if func is Tensor.tolist:
             return self._numbers(args[0])
+        if func is Tensor.unbind and (loop := self._chosen(args[0])) is not None:
+            return loop
+        if func in GATED and self.gates and not self.is_gated:
+            self.is_gated = True
+            try:
+                with self:
+                    return self.gates[-1].run(func, args, kwargs)
+            finally:
+                self.is_gated = False
         if func in SELECTIONS and len(args) > 1 and "out" not in kwargs:
             func, args = SELECTIONS[func](self.mode, *args)
         if (
@@ -128,6 +141,16 @@ class CallInterceptor(TorchFunctionMode):
                 self.lists[id(value)] = value, value_free.nested_list(tensor)
         # The program may change its list, so each call gets a new one.
         return pytree.tree_map(lambda number: number, self.lists[id(value)][1])
+
+    def _chosen(self, indices: Tensor) -> Iterator[Tensor] | None:
+        """Return the iterations of a loop over what `nonzero` chose; None for another call."""
+        frame = sys._getframe(2)
+        if frame.f_code is not _ITER or type(indices.shape[0]) is int:
+            return None
+        count = count_of(self.mode.node_of(indices), indices.shape[0])
+        if count is None or frame.f_back is None or not only_sums(frame.f_back):
+            return None
+        return iterations(indices, count, self.gates, frame.f_back)
 
     def _run_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.sparse_coo_tensor:

@@ -80,7 +80,7 @@ class Captured:
     reads: Guards = field(default_factory=Guards)  # attributes and variables that were read
     # the state's tensors and numbers, which are the last arguments
     state_inputs: tuple[TensorInput, ...] = ()
-    looks: tuple[ValueGuard, ...] = ()  # guards on buffers' values
+    looks: tuple[ValueGuard, ...] = ()  # guards on values of buffers and arguments
     functions: tuple[FunctionType, ...] = ()  # Python functions that it may have called
     # argument sizes that may differ between runs
     dynamic: ArgumentSizes = field(default_factory=ArgumentSizes)
@@ -105,20 +105,19 @@ class Captured:
             apply_writes(self.writes, outputs, arguments)
         return closed(tree, arguments) if self.opened else tree
 
-    def holds(self) -> bool:
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Return whether the program is right for a call. leaves: of its arguments."""
         functions = self.run_guards and self.run_guards.functions
         return (
             self.reads.hold()
-            and all(look.holds() for look in self.looks)
+            and all(look.holds(leaves) for look in self.looks)
             and (functions is None or functions.hold())
         )
 
-    def differing(self) -> list[str]:
-        """Return the names of the reads and buffers whose guards fail."""
-        return [
-            *self.reads.differing(),
-            *(f"a buffer at {look.where}" for look in self.looks if not look.holds()),
-        ]
+    def differing(self, leaves: Sequence[Any]) -> list[str]:
+        """Return words for the reads, buffers and arguments whose guards fail."""
+        changed = (f"{x.name} at {x.where}" for x in self.looks if not x.holds(leaves))
+        return [*(f"'{name}'" for name in self.reads.differing()), *changed]
 
     def check_unchanged(self, leaves: Sequence[object]) -> None:
         """Raise ShardingError if a run would have other values than the program has.
@@ -139,12 +138,12 @@ class Captured:
                 fix="plan it again, with torchgspmd.plan(); or make it a tensor, which runs read",
             )
 
-    def check_looks(self) -> None:
-        """Raise ShardingError if a buffer has other values than the program was specialized to."""
+    def check_looks(self, leaves: Sequence[Any]) -> None:
+        """Raise ShardingError if values differ from those that the program was specialized to."""
         for look in self.looks:
-            if not look.holds():
+            if not look.holds(leaves):
                 raise ShardingError(
-                    "a buffer has another value than when this was planned",
+                    f"{look.name} has another value than when this was planned",
                     where=look.where,
                     why=f"the program is the one for {look.described()}",
                     fix="plan it again",

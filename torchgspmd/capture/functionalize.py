@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..compat.operators import aten, draws
 from ..compat.private_apis import (
@@ -120,17 +120,20 @@ class Functional(FunctionalTensorMode):
 
         is_shape: the values decide on a shape.
         """
-        tracer = get_proxy_mode().tracer
-        slot = get_proxy_slot(
-            unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor, tracer, None
-        )
+        node, root = self.node_of(tensor), get_proxy_mode().tracer.root
         with at_once():
-            if slot is not None:
-                return self.value_guards.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
+            if node is not None:
+                return self.value_guards.ask(node, root, user_line(), is_shape)
             if not is_shape or type(tensor) is not Tensor or is_functorch_wrapped_tensor(tensor):
                 return None
             source = self._source_of(tensor) or Source({"a tensor": tensor}, ("a tensor",))
             return tensor if self.value_guards.record(source, user_line()) else None
+
+    def node_of(self, tensor: Tensor) -> fx.Node | None:
+        """Return the node that computes a tensor; None if it is no value of the trace."""
+        value = unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor
+        slot = get_proxy_slot(value, get_proxy_mode().tracer, None)
+        return None if slot is None else slot.proxy.node
 
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
         """Return the indices that a mask selects, a constant for each dimension.

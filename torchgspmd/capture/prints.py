@@ -38,6 +38,7 @@ from ..compat.private_apis import (
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
+from .assumed_sizes import EMPTY_IS_NOTHING
 from .state.source import Source
 from .state.writes import EXTEND, Write, replace_tensors
 from .trace_context import PATCHES
@@ -71,9 +72,10 @@ _SOURCE = Source(globals(), ("PRINTER",))
 
 
 class Prints:
-    """One trace's prints."""
+    """One trace's prints. ask: returns a tensor's values, if they are known."""
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[[Tensor], Tensor | None]) -> None:
+        self.ask = ask
         self.rows: list[Any] = []
         self.values: list[tuple[Tensor, str | None]] = []  # by stand-in: the value and its format
         self.used: set[int] = set()
@@ -199,6 +201,10 @@ def _format(before: Callable[..., str]) -> Callable[..., str]:
         prints = _now.get()
         if prints is None or not spec and not isinstance(self, Tensor):
             return before(self, spec)
+        # The number of a loop's iteration, which names a module.
+        if isinstance(self, Tensor) and not self.dim() and EMPTY_IS_NOTHING.get() is not None:
+            if (number := prints.ask(self)) is not None:
+                return format(number.item(), spec)
         return prints.stand_in(self, spec)
 
     return format_

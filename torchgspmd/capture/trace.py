@@ -43,7 +43,7 @@ from .state.run_guards import ArgumentKeys, FunctionFacts, ModuleFacts, RunGuard
 from .state.source import Source
 from .state.state_inputs import Retrace, State, TensorInput, Varying
 from .state.symbolic_numbers import Computed
-from .state.value_guards import ValueGuards
+from .state.value_guards import ValueGuards, WholeNumbers
 from .trace_context import (
     IS_EAGER,
     MESH,
@@ -142,14 +142,15 @@ class _Capture:
         """Trace until a trace has found out nothing that would make it another one."""
         check_arguments(self.names, self.leaves)
         state, reasons = self.state, list[str]()
-        flags = state.is_looking, state.is_counting, state.is_eager
+        flags, asked = (state.is_looking, state.is_counting, state.is_eager), {*state.asked}
         # transformers' first forward registers the hooks that collect hidden states.
         hooks = HookTables(self.fn.modules() if self.is_module else ())
         try:
             # A trace's findings about the state may lead to another program, which reads more.
             while len(reasons) < MOST_RETRACES:
                 inputs = self._state_inputs()
-                value_guards = ValueGuards(self._readable_inputs(inputs), state)
+                readable = self._readable_inputs(inputs), self._whole_numbers()
+                value_guards = ValueGuards(*readable, self.leaves, state)
                 sites = RewriteSites(state.kept_sites)
                 try:
                     with self._conclusive(inputs, value_guards), rewriting(sites):
@@ -165,7 +166,7 @@ class _Capture:
                     reasons.append(str(retrace))
         except Exception:
             # The error is the program's own: the next call begins with the knowledge before it.
-            state.is_looking, state.is_counting, state.is_eager = flags
+            (state.is_looking, state.is_counting, state.is_eager), state.asked = flags, asked
             raise
         raise ShardingError.here(
             f"the program has been traced {MOST_RETRACES} times, and each time it was another one",
@@ -193,6 +194,8 @@ class _Capture:
             # may vanish.
             if value_guards.symbolic:
                 raise Retrace(f"{value_guards.symbolic[0]} ({text})", state.look) from error
+            if value_guards.asked:  # the last one, which is the nearest to the error
+                raise value_guards.asked[-1] from error
             numbers = [str(each.source) for each in inputs if each.kind == "number"]
             if numbers:  # some functions in C++ take plain numbers only
                 reason = f"{', '.join(numbers)}: symbolic ({text})"
@@ -330,6 +333,15 @@ class _Capture:
                 readable[i] = TensorInput(Source(self.fn.get_submodule(owner)._buffers, (last,)))
         first = len(self.tensors)
         return readable | {first + i: x for i, x in enumerate(inputs) if x.kind == "tensor"}
+
+    def _whole_numbers(self) -> dict[int, WholeNumbers]:
+        """Return the arguments that are no floats, by input index."""
+        first = len(self.module_state)
+        return {
+            first + i: WholeNumbers(self.names[slot], slot)
+            for i, slot in enumerate(self.slots)
+            if not (self.leaves[slot].is_floating_point() or self.leaves[slot].is_complex())
+        }
 
 
 def _mask_leaves(leaves: list, tensor_slots: list[int]) -> tuple[Any, ...]:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..compat.patches import setting
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
+from .assumed_sizes import EMPTY_IS_NOTHING
 from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
@@ -66,6 +68,7 @@ class TracedProgram:
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
         """Run forward and backward on traced tensors, and return the graph's outputs."""
         with (mode := Functional(self.tables, self.value_guards)):
+            self.ask = mode.ask
             inputs: list[Any] = [FunctionalTensor.to_functional(t) for t in flat]
             self.shapes = [t.shape for t in flat]
             before = [unwrap(t) for t in inputs]
@@ -73,7 +76,8 @@ class TracedProgram:
                 if needed:
                     tensor.requires_grad_()
             tracker = SourceTracker(__file__, self.fn)
-            with CallInterceptor(tracker, self.constants, mode, self.asked), capturing():
+            interceptor = CallInterceptor(tracker, self.constants, mode, self.asked)
+            with setting(EMPTY_IS_NOTHING, None), interceptor, capturing():
                 outputs, grads = self._with_state(inputs, tracker)
             tracker.clear()
             mutated = [
@@ -219,7 +223,7 @@ class TracedProgram:
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
         watched = WatchedArguments((args, kwargs))
         try:
-            with (prints := Prints()).recorded(), (stops := Breakpoints()).recorded():
+            with (prints := Prints(self.ask)).recorded(), (stops := Breakpoints()).recorded():
                 called = self.call(*args, **kwargs)
             self.breakpoints = tuple(stops.found)
             result = opened(to_computed(called), watched.origins)

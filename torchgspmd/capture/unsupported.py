@@ -272,6 +272,14 @@ _ROWS = (
         "the program turns a tensor into a NumPy array, which has values only when it runs",
         "compute it with torch, or outside and pass it as an argument",
     ),
+    _Row(
+        RuntimeError,
+        "its data is not allocated yet",
+        "the program depends on values: an operation reads numbers that are known only when it "
+        "runs",
+        "pad packed sequences, with a mask; or compute it outside and pass it as an argument",
+        "one program is made for all values, before any device computes",
+    ),
     _Row(RuntimeError, "FunctionalTensor on its own", *_NO_VALUES),
     _Row(
         RuntimeError,

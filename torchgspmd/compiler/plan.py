@@ -358,7 +358,7 @@ class Plan(PlanFiles):
                 fix="call simulate as the function itself was called in plan()",
             )
         self.captured.check_unchanged(leaves)
-        self.captured.check_looks()
+        self.captured.check_looks(leaves)
         sizes = self.captured.dynamic
         for i, (tensor, inp) in enumerate(zip(arguments, expected)):
             if not sizes.fits(i, tensor.shape, inp.shape) or tensor.dtype != inp.dtype:

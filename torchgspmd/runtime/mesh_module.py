@@ -152,7 +152,9 @@ class MeshModule(ModuleProxy):
         call = self._call(args, kwargs)
         try:
             shapes = call.shapes if call.sizes.dims else ()
-            program = self._program_for(call.key, lambda: self._timed_build(call), shapes)
+            program = self._program_for(
+                call.key, lambda: self._timed_build(call), call.leaves, shapes
+            )
         except Stored:  # inputs of the call are others now
             return self.forward(*args, **kwargs)
         except Exception as error:

@@ -193,32 +193,33 @@ class ModuleProxy(nn.Module):
         return {id(m): f"{name}." for name, m in self._model.named_modules() if name}
 
     def _program_for(
-        self, key: object, compile_program: Callable[[], Any], shapes: Sequence[Sequence[int]] = ()
+        self,
+        key: object,
+        compile_program: Callable[[], Any],
+        leaves: Sequence[object],
+        shapes: Sequence[Sequence[int]] = (),
     ) -> Any:
         """Return the program for a call key; compile one if no cached one's guards hold.
 
-        shapes: the call's, if some of its sizes are symbols.
+        leaves: of the arguments. shapes: the call's, if some of its sizes are symbols.
         """
         _refuse_transforms()
         programs = self._programs.setdefault(key, [])
         for program in programs:
             captured = program.captured
-            if captured.holds() and (not shapes or captured.dynamic.has_branches_of(shapes)):
+            if captured.holds(leaves) and (not shapes or captured.dynamic.has_branches_of(shapes)):
                 return program
         for program in self._all_programs():
             for source, value in program.captured.reads.changed():
                 # A number that has changed becomes an input of the next program.
                 self._state.vary(source, value)
         if len(programs) == MAX_PROGRAMS:
-            names = ", ".join(
-                sorted(
-                    {f"'{name}'" for program in programs for name in program.captured.differing()}
-                )
-            )
+            names = ", ".join(sorted({x for p in programs for x in p.captured.differing(leaves)}))
             warnings.warn(
                 f"a program has been made anew {MAX_PROGRAMS} times, "
-                f"since forward reads {names} of the model, which changes between "
-                "calls: pass it to forward as a tensor, or register a buffer and copy_() into it",
+                f"since forward reads {names}, which changes between calls: pass an attribute to "
+                "forward as a tensor, or register a buffer and copy_() into it; pad an argument "
+                "to few sizes",
                 stacklevel=3,
             )
             # The oldest goes: memory must not grow with the calls.

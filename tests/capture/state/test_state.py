@@ -8,7 +8,8 @@ import math
 import numpy
 import pytest
 import torch
-from helpers import rand
+import torch.nn.functional as F
+from helpers import assert_same, rand
 from torch import nn
 
 import torchgspmd as gspmd
@@ -362,6 +363,78 @@ def test_values_that_a_plan_looks_at():
 def test_values_of_arguments_and_random_numbers_are_not_looked_at(branch):
     with pytest.raises(gspmd.ShardingError, match="the program depends on values"):
         gspmd.plan(lambda x: x * 2 if branch(x) else x, rand(4, 6), mesh=gspmd.Mesh(data=2))
+
+
+class Pictures(nn.Module):
+    """Rows of several pictures [sum(heights * widths), 6], and what a layer asks of their sizes."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.ask, self.head = ask, nn.Linear(6, 6)
+        self.places = nn.Parameter(rand(40, 6))
+
+    def forward(self, x, sizes):
+        return torch.cat([*self.ask(self, self.head(x), sizes)]).square().mean(0)
+
+
+def placed(net, x, sizes):
+    at = 0
+    for height, width in sizes.tolist():
+        grid = net.places[: height * width].view(height, width, 6)
+        yield x[at : at + height * width] + grid.transpose(0, 1).reshape(-1, 6)
+        at += height * width
+
+
+def attended(net, x, sizes):
+    ends = F.pad(sizes.prod(1).repeat_interleave(sizes[:, 0] * 0 + 1).cumsum(0), (1, 0))
+    for part in x.split((ends[1:] - ends[:-1]).tolist()):
+        yield F.scaled_dot_product_attention(part[None], part[None], part[None])[0]
+
+
+ASKED = {
+    "places": placed,
+    "split": attended,
+    "longest": lambda net, x, sizes: [x + net.places[: int(sizes.max())].sum(0)],
+    "range": lambda net, x, sizes: [x + net.places[i] for i in range(sizes[0, 0].item())],
+    "branch": lambda net, x, sizes: [x if sizes[0, 0] > sizes[0, 1] else x * 3],
+    "unbind": lambda net, x, sizes: [x[: int(h * w)] * h for h, w in sizes],
+    "resized": lambda net, x, sizes: [
+        F.interpolate(x.mT[None], size=int(sizes[1].prod()), mode="linear")[0].mT
+    ],
+    "float": lambda net, x, sizes: [x[: round(float(sizes[0, 0]) * 1.6)]],
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_whole_numbers_of_arguments_have_a_program_each(name):
+    net, mesh = Pictures(ASKED[name]), gspmd.Mesh(data=2, model=2)
+    for weight in (net.places, net.head.weight):
+        gspmd.mark_sharding(weight, mesh, "data model")
+    first, other = torch.tensor([[2, 4], [4, 3]]), torch.tensor([[5, 2], [2, 5]])
+    plans = []
+    for sizes in (first, other):
+        x = rand(20, 6)
+        plans.append(gspmd.plan(net, x, sizes, mesh=mesh, in_specs=("data _", None), grad=True))
+        got, gradients = plans[-1].simulate(x, sizes, _poison=True)
+        want = net(x, sizes)
+        assert_same(got, want, name)
+        wanted = torch.autograd.grad(want.sum(), [*net.parameters()], allow_unused=True)
+        for key, grad in zip(dict(net.named_parameters()), wanted):
+            if grad is not None:
+                assert_same(gradients[key], grad, f"{name}: {key}")
+    if name == "places":  # its numbers may stay symbols
+        assert_same(plans[0].simulate(x, other)[0], net(x, other), name)
+    else:
+        with pytest.raises(gspmd.ShardingError, match="argument 'sizes' has another value"):
+            plans[0].simulate(x, other)
+    values = plans[0].simulate(x, torch.tensor(first.tolist()))[0]  # equal numbers
+    assert_same(values, net(x, first), name)
+
+
+def test_numbers_that_stay_symbols_are_in_one_program():
+    x, n = rand(4, 6), torch.tensor([3])
+    plan = gspmd.plan(lambda x, n: x * n.item(), x, n, mesh=gspmd.Mesh(data=2))
+    assert_same(plan.simulate(x, n + 1), x * 4, "n")
 
 
 def makes(net):

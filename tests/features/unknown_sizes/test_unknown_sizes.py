@@ -163,16 +163,16 @@ def test_smoothed_rows_by_a_number_that_only_a_run_knows():
         by = (n[1].item() + 0.1) / 4
         return F.interpolate(x[None, None], None, (by, 1.5), mode="bilinear", antialias=True)
 
-    assert message(lambda: gspmd.plan(f, X, LENGTHS, mesh=MESH)).startswith(
+    assert message(lambda: gspmd.plan(f, X, LENGTHS.double(), mesh=MESH)).startswith(
         "F.interpolate(antialias=True) scales by a number that depends on values\n  where test_"
     )
 
 
 def test_as_many_tensors_as_values_say():
     def f(x, n):
-        return torch.cat([y.softmax(0) for y in x.split(n[n > 0].tolist())])
+        return torch.cat([y.softmax(0) for y in x.split(n[n > 0].long().tolist())])
 
-    assert message(lambda: gspmd.plan(f, X, LENGTHS, mesh=MESH)).startswith(
+    assert message(lambda: gspmd.plan(f, X, LENGTHS.double(), mesh=MESH)).startswith(
         "the program makes a list of as many numbers as values say\n  where test_unknown_sizes.py"
     )
 
@@ -181,6 +181,8 @@ def test_as_many_tensors_as_values_say():
 
     plan = gspmd.plan(of_lists, X, [1, 3, 2], mesh=MESH)
     assert_same(plan.simulate(X, [1, 3, 2]), f(X, LENGTHS))
+    plan = gspmd.plan(f, X, LENGTHS, mesh=MESH)  # whole numbers of an argument
+    assert_same(plan.simulate(X, LENGTHS), f(X, LENGTHS))
 
 
 def test_marks_of_a_dimension_of_unknown_size():

@@ -4,7 +4,8 @@
     if self.ready:              a buffer: the program is traced again if the outcome changes
     if self.table[0] > 0:       a tensor in an attribute, which is compared as a whole
     x[:, self.mask]             a mask that decides on a shape (value_free.py)
-    if x.sum() > 0:             an argument: an error, as one program serves all batches
+    for t, h, w in grid.tolist():   whole numbers of an argument: a program for each result
+    if x.sum() > 0:             other arguments: an error, as one program serves all batches
 
 The values are computed by the operations that have been traced so far.
 """
@@ -14,13 +15,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from ...compat.fx_nodes import copy_node
-from ...compat.private_apis import OpOverload
+from ...compat.private_apis import FakeTensor, OpOverload
+from ...rules.custom_ops.loops import ENTRIES
 from .source import Source
 from .state_inputs import Retrace, State, TensorInput
 
@@ -30,21 +33,32 @@ _LARGE = 1 << 20  # a tensor in an attribute with more elements is not compared
 _SHAPES = 4
 
 
+class WholeNumbers(NamedTuple):
+    """An argument that is no float. leaf: its index among the leaves of a call's arguments."""
+
+    name: str
+    leaf: int
+
+
 @dataclass(eq=False)
 class ValueGuard:
-    """A function on state tensors, and its result in the trace."""
+    """A function on state tensors and arguments, and its result in the trace."""
 
     function: Callable[..., Tensor]
-    inputs: tuple[TensorInput, ...]
+    inputs: tuple[TensorInput | WholeNumbers, ...]
     expected: Tensor
     where: str | None
     last: list[Tensor] = field(default_factory=list)  # the inputs' values at the last success
 
-    def holds(self) -> bool:
-        if not all(each.holds() for each in self.inputs):
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Return whether the function has the same result. leaves: of the call's arguments."""
+        if not all(isinstance(each, WholeNumbers) or each.holds() for each in self.inputs):
             return False
         with torch.no_grad():
-            values = [_local_values(each.tensor()) for each in self.inputs]
+            values = [
+                _local_values(leaves[x.leaf] if isinstance(x, WholeNumbers) else x.tensor())
+                for x in self.inputs
+            ]
             now = [value for value in values if value is not None]
             if len(now) < len(values):
                 return False
@@ -54,6 +68,12 @@ class ValueGuard:
                     return False
                 self.last = [tensor.clone() for tensor in now]
         return True
+
+    @property
+    def name(self) -> str:
+        """Return words for the argument that it reads, or for a buffer."""
+        names = (f"argument '{x.name}'" for x in self.inputs if isinstance(x, WholeNumbers))
+        return next(names, "a buffer")
 
     def described(self) -> str:
         """Return the result as text: its numbers, or a checksum of many numbers."""
@@ -69,18 +89,27 @@ class ValueGuards:
 
     source_of: Callable[[Tensor], Source | None]  # for a tensor that is no input
 
-    def __init__(self, inputs: dict[int, TensorInput], state: State) -> None:
+    def __init__(
+        self,
+        inputs: dict[int, TensorInput],
+        arguments: dict[int, WholeNumbers],
+        leaves: Sequence[Any],
+        state: State,
+    ) -> None:
         """Set the inputs whose values a trace may read.
 
-        inputs: these, by their index among all inputs. state: says whether a trace may read numbers
-        from buffers. If not, it reads constants only: buffers' numbers may stay symbolic.
+        inputs, arguments: these, by their index among all inputs. state: says whether a trace may
+        read numbers from buffers and arguments. If not, it reads constants only: numbers may stay
+        symbolic.
         """
-        self.inputs, self.state = inputs, state
+        self.inputs, self.state = {**inputs, **arguments}, state
         # before stand-ins take their place
         self.tensors = {i: each.tensor() for i, each in inputs.items()}
+        self.tensors |= {i: leaves[each.leaf] for i, each in arguments.items()}
         self.looks: dict[Any, ValueGuard] = {}  # by node, or by source
         # why a trace that reads numbers from buffers would know more
         self.symbolic: list[str] = []
+        self.asked: list[Retrace] = []  # the same for numbers from arguments
 
     def record(self, source: Source, where: str | None) -> bool:
         """Guard on a tensor that is no input; return whether it can be compared."""
@@ -106,7 +135,15 @@ class ValueGuards:
         indices = [order[placeholder] for placeholder in inputs]
         if any(i not in self.inputs or _local_values(self.tensors[i]) is None for i in indices):
             return None
-        if inputs and not (self.state.is_looking or is_shape):
+        read = [self.inputs[i] for i in indices]
+        names = {each.name for each in read if isinstance(each, WholeNumbers)}
+        if names - self.state.asked:
+            # A shape alone may stay dynamic: a mask would give each batch a program.
+            if not is_shape:
+                why = f"the program asks for a value of '{min(names)}' at {where}"
+                self.asked.append(Retrace(why, partial(self.state.asked.update, names)))
+            return None
+        if inputs and not names and not (self.state.is_looking or is_shape):
             self.symbolic.append(f"the program asks for a value of a buffer at {where}")
             # A truth value is for a branch: no operation takes it.
             if node.meta["val"].dtype is torch.bool:
@@ -123,8 +160,12 @@ class ValueGuards:
             values = _evaluate(run, [self.tensors[i] for i in indices])
             if not inputs:
                 return values
-            look = ValueGuard(run, tuple(self.inputs[i] for i in indices), values, where)
-            if is_shape and (shape := (where, look.described())) not in self.state.shapes:
+            look = ValueGuard(run, tuple(read), values, where)
+            if (
+                is_shape
+                and not names
+                and (shape := (where, look.described())) not in self.state.shapes
+            ):
                 if sum(line == where for line, _ in self.state.shapes) == _SHAPES:
                     return None
                 self.state.shapes.add(shape)
@@ -139,16 +180,17 @@ def _itself(tensor: Tensor) -> Tensor:
 def _placeholders_of(node: fx.Node) -> list[fx.Node] | None:
     """Return the placeholders that a node depends on.
 
-    Return None if random numbers or very many operations come between.
+    Return None if random numbers, a loop's iterations or very many operations come between.
     """
     seen, stack = {node: None}, [node]
     while stack:
         node = stack.pop()
-        if (
-            isinstance(node.target, OpOverload)
-            and torch.Tag.nondeterministic_seeded in node.target.tags
-        ):
+        tags = node.target.tags if isinstance(node.target, OpOverload) else ()
+        if torch.Tag.nondeterministic_seeded in tags or node.target in ENTRIES:
             return None
+        if any(type(n) is not int for n in getattr(node.meta.get("val"), "shape", ())):
+            if node.op == "placeholder":
+                return None
         new = [n for n in node.all_input_nodes if n not in seen]
         seen.update(dict.fromkeys(new))
         stack += new
@@ -182,7 +224,7 @@ def _evaluate(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Ten
 
 def _local_values(tensor: Any) -> Tensor | None:
     """Return a tensor's values; None if this process does not have them all."""
-    if tensor.is_meta:
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
         return None
     if hasattr(tensor, "placements"):
         return tensor.to_local() if all(p.is_replicate() for p in tensor.placements) else None
