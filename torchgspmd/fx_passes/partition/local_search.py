@@ -187,13 +187,12 @@ class LocalSearch:
             candidates = self.strategies.candidates(
                 op, neighborhood, dict.fromkeys(*forced) if forced else None
             )
-            if current is not None:
-                # First among equals: an operation that gains nothing keeps its strategy, so
-                # searches end.
-                candidates = [current, *candidates]
-            self.memory.counts[f"{move}_candidates"] += len(candidates)
-            choice = self.costs.cheapest(op, candidates, neighborhood)
-            if any(strategy.pending for strategy in candidates):
+            present = () if current is None else (current,)
+            self.memory.counts[f"{move}_candidates"] += len(present) + len(candidates)
+            # First among equals: an operation that gains nothing keeps its strategy, so searches
+            # end.
+            choice = self.costs.cheapest(op, candidates, neighborhood, current)
+            if any(strategy.pending for strategy in (*present, *candidates)):
                 choices[key] = choice
                 return choice
             choices[without_bonus] = choice
