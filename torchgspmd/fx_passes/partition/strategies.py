@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from ...layout.mesh import Mesh
 from ...rules import FactorRule
+from ...rules.notation import Dims
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
 from ..propagate.factors import (
@@ -51,6 +52,8 @@ class Strategies:
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
         self.takes_sums: dict[tuple, bool] = {}  # whether any of a list has a pending operand
         self.piece_cache: dict[tuple, tuple[Axes, ...]] = {}  # by operation and neighborhood
+        # by operation, place of a tensor, its layout, and whether it is the first choice
+        self.requests: dict[tuple, list[tuple[str, dict[str | int, None]]]] = {}
         self.option_cache: dict[tuple, dict[str, tuple]] = {}  # by operation and neighborhood
 
     def candidates(
@@ -129,26 +132,13 @@ class Strategies:
             *zip(rule.operands, (a.layouts for a in available)),
             *zip(rule.results, required),
         ]
-        for dims, specs in tensors:
+        for i, (dims, specs) in enumerate(tensors):
             for spec in specs:
-                for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
-                    for axis in axes:
-                        if factor not in rule.replicated and not (
-                            neighborhood.first and is_far(op, factor, axes, self.mesh)
-                        ):
-                            options[axis][factor] = None
-                        # The axis has to leave this factor, or had better: any other may do.
-                        if factor in rule.replicated | rule.windowed and rule.described:
-                            options[axis].update(
-                                dict.fromkeys(
-                                    f
-                                    for f in rule.sizes
-                                    if f not in rule.replicated | rule.special | {factor}
-                                )
-                            )
-                for axis in spec.pending:
-                    for g in range(len(rule.linear)):
-                        options[axis][g] = None
+                key = (op.key, i, spec, neighborhood.first)
+                if key not in self.requests:
+                    self.requests[key] = [*self._requests(op, dims, spec, neighborhood.first)]
+                for axis, targets in self.requests[key]:
+                    options[axis].update(targets)
         if rule.contraction:
             # Where tensors disagree, or inputs are summed over, a third factor may be best.
             disputed = set() if neighborhood.first else self._disputed_axes(rule, available)
@@ -162,6 +152,26 @@ class Strategies:
                     targets.update(dict.fromkeys(f for f in rule.sizes if f not in rule.replicated))
         # Doing nothing alone is no choice.
         return {axis: tuple(targets) for axis, targets in options.items() if len(targets) > 1}
+
+    def _requests(
+        self, op: Op, dims: Dims, spec: ShardSpec, first: bool
+    ) -> Iterator[tuple[str, dict[str | int, None]]]:
+        """Yield axes, with what a tensor's layout gives each of them to do."""
+        rule = op.rule
+        for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
+            targets: dict[str | int, None] = {}
+            if factor not in rule.replicated and not (
+                first and is_far(op, factor, axes, self.mesh)
+            ):
+                targets[factor] = None
+            # The axis has to leave this factor, or had better: any other may do.
+            if factor in rule.replicated | rule.windowed and rule.described:
+                others = rule.replicated | rule.special | {factor}
+                targets.update(dict.fromkeys(f for f in rule.sizes if f not in others))
+            for axis in axes:
+                yield axis, targets
+        for axis in spec.pending:
+            yield axis, dict.fromkeys(range(len(rule.linear)))
 
     def _moves_alone(self, op: Op, axis: str) -> bool:
         """Return whether an axis is whole, or a part that leaves sizes uneven."""
