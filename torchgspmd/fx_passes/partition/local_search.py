@@ -313,7 +313,12 @@ class Move:
             self.assignment.assign(op, best)
 
     def try_like_ends(self, region: Region, *ends: str) -> bool:
-        """Lay out a region like its operand ("in"), or as its result is required ("out")."""
+        """Lay out a region like its operand ("in"), or as its result is required ("out").
+
+        Not where nothing is sent: there is nothing to save.
+        """
+        if not any(map(self.assignment.sends_around, region.ops)):
+            return False
         propose = {"in": self._propose_forwards, "out": self._propose_backwards}
         return any(self.try_proposal(region, end, partial(propose[end], region)) for end in ends)
 

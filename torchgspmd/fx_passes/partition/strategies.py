@@ -230,7 +230,7 @@ class Strategies:
     def _cached_strategy(self, op: Op, choice: Choice) -> Strategy | None:
         key = (op.key, choice)
         if key not in self.cached_strategies:
-            self.cached_strategies[key] = self._strategy(op, *map(dict, choice))
+            self.cached_strategies[key] = self._strategy(op, dict(choice[0]), dict(choice[1]))
         return self.cached_strategies[key]
 
     def _strategy(
