@@ -367,6 +367,16 @@ class Assignment:
             views[None] = tuple(dict.fromkeys(self.required.get(value, {}).values()))
         return views[None]
 
+    def sends_around(self, op: Op) -> bool:
+        """Return whether an operand or a result of an operation is moved to another layout."""
+        strategy = self.strategy_of[op.node]
+        return any(
+            self.layout_of[v] is not need for v, need in zip(op.operands, strategy.operands)
+        ) or any(
+            v is not None and self.required_layouts(v, False) not in ((), (layout,))
+            for v, layout in zip(op.results, strategy.results)
+        )
+
     def sharers(self, value: fx.Node, op: Op) -> int:
         """Count the operations like this one that use a value."""
         if (value, op.key) not in self.sharer_counts:

@@ -121,7 +121,8 @@ class FactorMove(Move):
         if other - cost < limit:
             # Backwards, then forwards: a new layout spreads to operands as well as to users.
             for op in (*reversed(neighbors), *neighbors):
-                self.search.choose(op)
+                if self.assignment.sends_around(op):
+                    self.search.choose(op)
             other = costs.exact(neighbors, values)
         if other < cost:
             self.assignment.keep_trial()

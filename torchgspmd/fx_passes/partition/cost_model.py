@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 
 from torch import Tensor, fx
 
@@ -71,6 +72,8 @@ def _rounding(cost: float) -> float:
     return 1e-12 * abs(cost)
 
 
+# A value, the layouts around it, and for each layout of its own a lower bound for the moves.
+_Part = tuple[fx.Node, "OperandLayouts | tuple[ShardSpec, ...]", dict[ShardSpec, float]] | None
 OperandWindows = dict[tuple[fx.Node, ShardSpec], tuple[ShardSpec, ...] | None]
 
 
@@ -112,23 +115,30 @@ class CostModel:
         return cost
 
     def cheapest(
-        self, op: Op, strategies: Iterable[Strategy], neighborhood: Neighborhood
+        self,
+        op: Op,
+        strategies: Sequence[Strategy],
+        neighborhood: Neighborhood,
+        present: Strategy | None = None,
     ) -> Strategy | None:
-        """Return the first of the cheapest strategies; None if there are none.
+        """Return the first of the cheapest strategies, the present one before all others.
 
-        Those with the least bound are priced first, so that few moves are searched for.
+        Those with the least bound are priced first, so that few moves are searched for. None if
+        there are none.
         """
-        every = [*strategies]
-        if not every:
-            return None
-        first = every[0]
-        best, place, least = first, 0, self.cost(op, first, neighborhood)
-        bounded = (
-            (bound, i, strategy)
-            for i, strategy in enumerate(every[1:], 1)
-            if (bound := self._at_least(op, strategy, neighborhood, least)) < least
-        )
-        for bound, i, strategy in sorted(bounded, key=lambda entry: entry[:2]):
+        best, place, least = present, -1, math.inf
+        if present is not None:
+            least = self.cost(op, present, neighborhood)
+        elif strategies:
+            best, place = strategies[0], 0
+        parts, bounded = self._bounded_parts(op, neighborhood), []
+        for i, strategy in enumerate(strategies):
+            if strategy is not present and (
+                (bound := self._at_least(strategy, parts, least)) < least
+            ):
+                bounded.append((bound, i, strategy))
+        bounded.sort(key=itemgetter(0, 1))
+        for bound, i, strategy in bounded:
             # A later strategy wins only if it is cheaper; an earlier one also if it costs the same.
             limit = least if i > place else least + _rounding(least)
             if bound >= limit:
@@ -138,33 +148,47 @@ class CostModel:
                 best, place, least = strategy, i, cost
         return best
 
-    def _at_least(
-        self, op: Op, strategy: Strategy, neighborhood: Neighborhood, limit: float
-    ) -> float:
+    def _bounded_parts(self, op: Op, neighborhood: Neighborhood) -> list[_Part]:
+        """Return the values around an operation, each with the bounds known for its layouts.
+
+        Strategies, and neighborhoods, share many layouts: each is bounded once.
+        """
+        kinds, known = self.assignment.kinds, self.resharder.part_bounds
+        around = itertools.chain(
+            zip(op.results, neighborhood.required), zip(op.operands, neighborhood.operands)
+        )
+        return [
+            (value, layouts, known.setdefault((kinds[value], layouts), {}))
+            if value is not None and layouts
+            else None
+            for value, layouts in around
+        ]
+
+    def _at_least(self, strategy: Strategy, parts: list[_Part], limit: float) -> float:
         """Bound `cost` from below, without a search; may return early with any value >= limit."""
         cost = strategy.work - self.pending_bonus * strategy.pending
         # Rounded down, so that a sum in another order is never above the true cost.
         cost -= _rounding(cost)
-        # Strategies, and neighborhoods, share many layouts: each is bounded once.
-        kinds, bounds = self.assignment.kinds, self.resharder.part_bounds
-        for value, layout, uses in zip(op.results, strategy.results, neighborhood.required):
+        layouts = itertools.chain(strategy.results, strategy.operands)
+        for part, layout in zip(parts, layouts):
             if cost >= limit:
                 return cost
-            if value is not None and uses:
-                key = kinds[value], layout, uses
-                if (bound := bounds.get(key)) is None:
-                    bound = bounds[key] = self._distribution_bound(value, layout, uses)
-                cost += bound
-        for value, have, need in zip(op.operands, neighborhood.operands, strategy.operands):
-            if cost >= limit:
-                return cost
-            if need not in have.layouts:
-                key = kinds[value], have, need
-                if (bound := bounds.get(key)) is None:
-                    layouts = self._deferred(have, need)
-                    bound = bounds[key] = self._nearest_bound(value, layouts, need) / have.sharers
+            if part is not None:
+                if (bound := part[2].get(layout)) is None:
+                    bound = part[2][layout] = self._part_bound(part[0], part[1], layout)
                 cost += bound
         return cost
+
+    def _part_bound(
+        self, value: fx.Node, around: OperandLayouts | tuple[ShardSpec, ...], layout: ShardSpec
+    ) -> float:
+        """Return a lower bound to get an operand in a layout, or a result from it to its users."""
+        if not isinstance(around, OperandLayouts):
+            return self._distribution_bound(value, layout, around)
+        if layout in around.layouts:
+            return 0.0
+        layouts = self._deferred(around, layout)
+        return self._nearest_bound(value, layouts, layout) / around.sharers
 
     def _distribution_bound(
         self, value: fx.Node, layout: ShardSpec, uses: Iterable[ShardSpec]

@@ -187,13 +187,12 @@ class LocalSearch:
             candidates = self.strategies.candidates(
                 op, neighborhood, dict.fromkeys(*forced) if forced else None
             )
-            if current is not None:
-                # First among equals: an operation that gains nothing keeps its strategy, so
-                # searches end.
-                candidates = [current, *candidates]
-            self.memory.counts[f"{move}_candidates"] += len(candidates)
-            choice = self.costs.cheapest(op, candidates, neighborhood)
-            if any(strategy.pending for strategy in candidates):
+            present = () if current is None else (current,)
+            self.memory.counts[f"{move}_candidates"] += len(present) + len(candidates)
+            # First among equals: an operation that gains nothing keeps its strategy, so searches
+            # end.
+            choice = self.costs.cheapest(op, candidates, neighborhood, current)
+            if any(strategy.pending for strategy in (*present, *candidates)):
                 choices[key] = choice
                 return choice
             choices[without_bonus] = choice
@@ -314,7 +313,12 @@ class Move:
             self.assignment.assign(op, best)
 
     def try_like_ends(self, region: Region, *ends: str) -> bool:
-        """Lay out a region like its operand ("in"), or as its result is required ("out")."""
+        """Lay out a region like its operand ("in"), or as its result is required ("out").
+
+        Not where nothing is sent: there is nothing to save.
+        """
+        if not any(map(self.assignment.sends_around, region.ops)):
+            return False
         propose = {"in": self._propose_forwards, "out": self._propose_backwards}
         return any(self.try_proposal(region, end, partial(propose[end], region)) for end in ends)
 

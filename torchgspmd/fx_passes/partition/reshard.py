@@ -109,9 +109,9 @@ class Resharder:
         self.costs: dict[ReshardKey, float] = {}
         self.bounds: dict[ReshardKey, float] = {}
         # What moves a value from its layout to several, or from several to one, by the value's kind
-        # (Interner.kind) and these; and lower bounds for that.
+        # (Interner.kind) and these; and lower bounds for that, by the one layout.
         self.transports: dict[tuple, float] = {}
-        self.part_bounds: dict[tuple, float] = {}
+        self.part_bounds: dict[tuple, dict[ShardSpec, float]] = {}
         self.instances: dict[ReshardKey, Instance] = {}
         self.patterns: set[Pattern] = set()  # those that are counted
 

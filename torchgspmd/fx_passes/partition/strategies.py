@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ...layout.mesh import Mesh
 from ...rules import FactorRule
+from ...rules.notation import Dims
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
 from ..propagate.factors import (
@@ -45,11 +45,15 @@ class Strategies:
     def __init__(self, mesh: Mesh, crowded: Crowded, constants: CostConstants) -> None:
         self.mesh, self.crowded, self.constants = mesh, crowded, constants
         self.single_axes, self.piece_count = tuple((a,) for a in mesh.names), len(pieces(mesh))
-        self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and assignment
+        self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and choice
+        # by operation and whether it is its first choice; None where a device has no row
+        self.roomy_strategies: dict[tuple, dict[Choice, Strategy | None]] = {}
         self.choice_cache: dict[tuple, list[Choice]] = {}  # by options and starts
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
         self.takes_sums: dict[tuple, bool] = {}  # whether any of a list has a pending operand
         self.piece_cache: dict[tuple, tuple[Axes, ...]] = {}  # by operation and neighborhood
+        # by operation, place of a tensor, its layout, and whether it is the first choice
+        self.requests: dict[tuple, list[tuple[str, dict[str | int, None]]]] = {}
         self.option_cache: dict[tuple, dict[str, tuple]] = {}  # by operation and neighborhood
 
     def candidates(
@@ -75,10 +79,9 @@ class Strategies:
         key = (op.key, neighborhood.first, tuple(options.items()), bound, together, starts)
         if key not in self.lists:
             tries = (options | pinned, own | pinned, options) if pinned else (options,)
-            # The first choice follows propagation, which asks for rows as the rule has them.
-            rows = op.rule.sizes if neighborhood.first else _rows(op)
             found = (
-                self._strategies(op, rows, _of_pieces(each, together), starts) for each in tries
+                self._strategies(op, neighborhood.first, _of_pieces(each, together), starts)
+                for each in tries
             )
             self.lists[key] = next(filter(None, found), [])
             self.takes_sums[key] = any(need.pending for s in self.lists[key] for need in s.operands)
@@ -88,12 +91,29 @@ class Strategies:
         return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
 
     def _strategies(
-        self, op: Op, rows: Mapping[str, int], options: dict[Axes, tuple], starts: tuple[Start, ...]
+        self, op: Op, first: bool, options: dict[Axes, tuple], starts: tuple[Start, ...]
     ) -> list[Strategy]:
-        """Return the strategies in which each piece takes one of its options."""
-        choices = self._choices(rows, options, starts)
-        strategies = (self._cached_strategy(op, *choice) for choice in choices)
-        return list(dict.fromkeys(s for s in strategies if s is not None))
+        """Return the strategies in which each piece takes one of its options.
+
+        first: whether this is the first choice. starts: see `_targets`.
+        """
+        # The first choice follows propagation, which asks for rows as the rule has them.
+        rows = op.rule.sizes if first else _rows(op)
+        known = self.roomy_strategies.setdefault((op.key, first), {})
+        key = (tuple(options.items()), starts)
+        if key not in self.choice_cache:
+            self.choice_cache[key] = [*_assignments(options, starts)]
+        found: dict[Strategy, None] = {}
+        for choice in self.choice_cache[key]:
+            if choice not in known:
+                # A factor with fewer rows than devices would leave some without any.
+                is_wide = all(
+                    is_roomy(rows[f], axes, self.mesh, self.crowded) for f, axes in choice[0]
+                )
+                known[choice] = self._cached_strategy(op, choice) if is_wide else None
+            if (strategy := known[choice]) is not None:
+                found[strategy] = None
+        return [*found]
 
     def options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
         """Return each axis's choices: shard a factor, pass through operands, or nothing.
@@ -112,26 +132,13 @@ class Strategies:
             *zip(rule.operands, (a.layouts for a in available)),
             *zip(rule.results, required),
         ]
-        for dims, specs in tensors:
+        for i, (dims, specs) in enumerate(tensors):
             for spec in specs:
-                for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
-                    for axis in axes:
-                        if factor not in rule.replicated and not (
-                            neighborhood.first and is_far(op, factor, axes, self.mesh)
-                        ):
-                            options[axis][factor] = None
-                        # The axis has to leave this factor, or had better: any other may do.
-                        if factor in rule.replicated | rule.windowed and rule.described:
-                            options[axis].update(
-                                dict.fromkeys(
-                                    f
-                                    for f in rule.sizes
-                                    if f not in rule.replicated | rule.special | {factor}
-                                )
-                            )
-                for axis in spec.pending:
-                    for g in range(len(rule.linear)):
-                        options[axis][g] = None
+                key = (op.key, i, spec, neighborhood.first)
+                if key not in self.requests:
+                    self.requests[key] = [*self._requests(op, dims, spec, neighborhood.first)]
+                for axis, targets in self.requests[key]:
+                    options[axis].update(targets)
         if rule.contraction:
             # Where tensors disagree, or inputs are summed over, a third factor may be best.
             disputed = set() if neighborhood.first else self._disputed_axes(rule, available)
@@ -145,6 +152,26 @@ class Strategies:
                     targets.update(dict.fromkeys(f for f in rule.sizes if f not in rule.replicated))
         # Doing nothing alone is no choice.
         return {axis: tuple(targets) for axis, targets in options.items() if len(targets) > 1}
+
+    def _requests(
+        self, op: Op, dims: Dims, spec: ShardSpec, first: bool
+    ) -> Iterator[tuple[str, dict[str | int, None]]]:
+        """Yield axes, with what a tensor's layout gives each of them to do."""
+        rule = op.rule
+        for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
+            targets: dict[str | int, None] = {}
+            if factor not in rule.replicated and not (
+                first and is_far(op, factor, axes, self.mesh)
+            ):
+                targets[factor] = None
+            # The axis has to leave this factor, or had better: any other may do.
+            if factor in rule.replicated | rule.windowed and rule.described:
+                others = rule.replicated | rule.special | {factor}
+                targets.update(dict.fromkeys(f for f in rule.sizes if f not in others))
+            for axis in axes:
+                yield axis, targets
+        for axis in spec.pending:
+            yield axis, dict.fromkeys(range(len(rule.linear)))
 
     def _moves_alone(self, op: Op, axis: str) -> bool:
         """Return whether an axis is whole, or a part that leaves sizes uneven."""
@@ -200,28 +227,10 @@ class Strategies:
                 starts[(*start.items(), *((axis, group) for axis in spec.pending))] = None
         return tuple(starts)
 
-    def _choices(
-        self, rows: Mapping[str, int], options: dict[Axes, tuple], starts: tuple[Start, ...]
-    ) -> Iterator[Choice]:
-        """Yield the choices in which no device is left without a row.
-
-        rows: how many devices may share a factor. starts: see `targets`.
-        """
-        key = (tuple(options.items()), starts)
-        if key not in self.choice_cache:
-            self.choice_cache[key] = [*_assignments(options, starts)]
-        # A factor with fewer rows than devices would leave some without any.
-        roomy = cache(lambda f, axes: is_roomy(rows[f], axes, self.mesh, self.crowded))
-        for choice in self.choice_cache[key]:
-            if all(roomy(*entry) for entry in choice[0]):
-                yield choice
-
-    def _cached_strategy(
-        self, op: Op, assignment: Entries[Axes], through: Entries[int]
-    ) -> Strategy | None:
-        key = (op.key, assignment, through)
+    def _cached_strategy(self, op: Op, choice: Choice) -> Strategy | None:
+        key = (op.key, choice)
         if key not in self.cached_strategies:
-            self.cached_strategies[key] = self._strategy(op, dict(assignment), dict(through))
+            self.cached_strategies[key] = self._strategy(op, dict(choice[0]), dict(choice[1]))
         return self.cached_strategies[key]
 
     def _strategy(

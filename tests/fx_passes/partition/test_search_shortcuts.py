@@ -1,0 +1,80 @@
+"""What the search leaves out changes no plan: strategies above a bound, and some visits."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh, Plan
+from torchgspmd.fx_passes.partition.assignment import Assignment
+from torchgspmd.fx_passes.partition.cost_model import CostModel
+
+MESHES = (Mesh(data=2, model=2), Mesh(data=2, model=3), Mesh(a=2, b=2, c=2))
+
+
+class Block(nn.Module):
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12)
+        self.kind = draw.choice(("gated", "softmax", "pooled", "views"))
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, s, 12]
+        h = F.gelu(self.up(self.norm(x)))
+        if self.kind == "gated":
+            h = h * h.sigmoid()
+        if self.kind == "softmax":
+            h = h.softmax(-1)
+        if self.kind == "pooled":
+            h = F.avg_pool1d(h.transpose(1, 2), 3, 1, 1).transpose(1, 2)
+        if self.kind == "views":
+            h = h.reshape(*h.shape[:2], 4, 6).transpose(2, 3).reshape(h.shape)
+        return x + self.down(h)
+
+
+def planned(seed: int) -> Plan:
+    """Return the plan for random blocks whose weights and input have random layouts."""
+    draw = random.Random(seed)
+    mesh = draw.choice(MESHES)
+    model = nn.Sequential(*(Block(draw) for _ in range(2)))
+    for weight in model.parameters():
+        words = ["_"] * weight.dim()
+        if weight.dim() > 1 and draw.random() < 0.7:
+            words[draw.randrange(2)] = draw.choice(mesh.names)
+        gspmd.mark_sharding(weight, mesh, " ".join(words))
+    layout = ["_", "_", "_"]
+    layout[draw.randrange(2)] = draw.choice(mesh.names)
+    x = torch.empty(12, 12, 12)
+    return gspmd.plan(model, x, mesh=mesh, in_specs=(" ".join(layout),), grad=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_bound_hides_no_cheaper_strategy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal strategies the present one is taken, or else the first."""
+    cheapest, asked = CostModel.cheapest, 0
+
+    def checked(self, op, strategies, neighborhood, present=None):
+        nonlocal asked
+        asked += 1
+        found = cheapest(self, op, strategies, neighborhood, present)
+        order = [*strategies] if present is None else [present, *strategies]
+        costs = [self.cost(op, strategy, neighborhood) for strategy in order]
+        assert found is (order[costs.index(min(costs))] if order else None)
+        return found
+
+    monkeypatch.setattr(CostModel, "cheapest", checked)
+    planned(seed)
+    assert asked
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_visits_where_nothing_is_sent_save_nothing(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = planned(seed)
+    monkeypatch.setattr(Assignment, "sends_around", lambda self, op: True)
+    long = planned(seed)
+    assert short.sent_bytes == long.sent_bytes
+    assert short.counts["op_candidates"] < long.counts["op_candidates"]
