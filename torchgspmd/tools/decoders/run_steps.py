@@ -60,26 +60,33 @@ class Planned:
         )
         self.plans: dict[tuple[str, ...], Plan] = {}
         self.choices: dict[tuple[str, ...], list[KeptValue]] = {}
-        self.known: dict[tuple[str, ...], LayerTimes] = {}
+        self.known: dict[tuple[str, ...], dict[str, LayerTimes]] = {}
         kinds = list(self.config.kinds())
         first = kinds[0]
-        one = self.numbers([first])
-        plain = {kind: self.layer([first], kind) for kind in kinds}
+        programs = {kind: self.program(first, kind) for kind in kinds}
+        plain = {kind: self.last_layer(program) for kind, program in programs.items()}
         more = LayerTimes(*unfused(run, self.hardware, self.kernels, HOST))
         self.layers = {kind: found + more for kind, found in plain.items()}
-        self.ends = one + plain[first].times(-1)
+        alike = programs[first]
+        self.ends = self.numbers(alike) + plain[first].times(-len(alike))
 
-    def layer(self, before: Sequence[str], kind: str) -> LayerTimes:
-        """Return the times of one layer more behind others.
+    def program(self, first: str, kind: str) -> tuple[str, ...]:
+        """Return the layers of a program whose last one is planned as those in a deep model.
 
-        A single layer may be planned in another way than with a second one. Their difference is no
-        layer then: the one with a third one is.
+        A single layer may be planned in another way than with a second one; a third one decides.
         """
-        more = self.numbers([*before, kind])
-        alike = [_first_layer(self.plans[tuple(kinds)]) for kinds in (before, (*before, kind))]
-        if alike[0] != alike[1] and len(before) == 1:
-            return self.numbers([*before, kind, kind]) + more.times(-1)
-        return more + self.numbers(before).times(-1)
+        for kinds in ((first,), (first, kind)):
+            self.numbers(kinds)
+        alone, second = (_first_layer(self.plans[kinds]) for kinds in ((first,), (first, kind)))
+        return (first, kind) if alone == second else (first, kind, kind)
+
+    def last_layer(self, kinds: tuple[str, ...]) -> LayerTimes:
+        """Return the times of a program's last layer, by the modules of its operations.
+
+        Two programs may be planned in other ways: their difference is no layer.
+        """
+        products = self.numbers(kinds).products - self.numbers(kinds[:-1]).products
+        return replace(self.parts(kinds)[f"layers.{len(kinds) - 1}"], products=products)
 
     def on(self, run: DecoderRun) -> Planned:
         """Return these plans for a run with other stages and microbatches, planned alike."""
@@ -120,32 +127,44 @@ class Planned:
 
     def numbers(self, kinds: Sequence[str]) -> LayerTimes:
         """Return the times of a program with these layers."""
-        if tuple(kinds) not in self.known:
-            self.known[tuple(kinds)] = self._numbers(kinds)
-        return self.known[tuple(kinds)]
+        parts = self.parts(tuple(kinds))
+        return sum(parts.values(), LayerTimes())
 
-    def _numbers(self, kinds: Sequence[str]) -> LayerTimes:
-        plan = self.plans[tuple(kinds)] = self.programs.plan(self.run, kinds, self.axes)
-        found = estimate(
-            plan.program_graph, plan.captured.graph, plan.mesh, self.hardware, self.kernels
-        )
-        times = RunKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
-        sums, between = [0.0] * 6, between_products(plan.program_graph)
+    def parts(self, kinds: tuple[str, ...]) -> dict[str, LayerTimes]:
+        """Return the times of each layer of a program, by the modules of its operations.
+
+        What is in no layer stands under no name.
+        """
+        if kinds not in self.known:
+            self.known[kinds] = self._parts(kinds)
+        return self.known[kinds]
+
+    def _parts(self, kinds: tuple[str, ...]) -> dict[str, LayerTimes]:
+        plan = self.plans[kinds] = self.programs.plan(self.run, kinds, self.axes)
+        graph, mesh = plan.program_graph, plan.mesh
+        found = estimate(graph, plan.captured.graph, mesh, self.hardware, self.kernels)
+        times = RunKernels(graph, mesh, self.hardware, self.kernels)
+        between = between_products(graph)
+        layers = {node.name: _layer_of(module_path(node)) for node in graph.nodes}
+        sums = {layer: [0.0] * 8 for layer in {*layers.values(), ""}}
         for event in found.events:
+            part = sums[layers[event.name]]
+            part[7] += event.sent
             if event.stream != COMMUNICATION:
-                sums[event.backward] += event.seconds
-                sums[4] += event.seconds * (event.name in between)
-        for node in plan.program_graph.nodes:
+                part[event.backward] += event.seconds
+                part[4] += event.seconds * (event.name in between)
+        for node in graph.nodes:
             if node.op == "call_function" and not self.is_graphed(node, times):
-                host = self.host_seconds(node, times)
-                sums[2 + bool(node.meta.get("backward"))] += host
-                sums[5] += host * (node.name in between)
-        self.choices[tuple(kinds)] = [
-            KeptValue(size, times(node), module_path(node)) for node, size in times.saved().items()
-        ]
-        saved = sum(each.size for each in self.choices[tuple(kinds)])
-        sent, products = sum(event.sent for event in found.events), found.model_flops
-        return LayerTimes(*sums, saved=saved, sent=sent, products=products / plan.mesh.size)
+                host, part = self.host_seconds(node, times), sums[layers[node.name]]
+                part[2 + bool(node.meta.get("backward"))] += host
+                part[5] += host * (node.name in between)
+        self.choices[kinds] = []
+        for node, size in times.saved().items():
+            sums[layers[node.name]][6] += size
+            self.choices[kinds].append(KeptValue(size, times(node), module_path(node)))
+        parts = {layer: LayerTimes(*part) for layer, part in sums.items()}
+        products = LayerTimes(products=found.model_flops / mesh.size)
+        return {**parts, "": parts[""] + products}
 
     def host_seconds(self, node: fx.Node, times: RunKernels) -> float:
         """Return the host's seconds for an operation.
@@ -363,6 +382,12 @@ def in_flight(run: DecoderRun) -> float:
     stages, rounds = run.pipeline, run.virtual_stages
     warmup = stages - 1 if rounds == 1 else 2 * (stages - 1) + (rounds - 1) * stages
     return min(warmup + 1, run.microbatches * rounds) / rounds
+
+
+def _layer_of(module: str) -> str:
+    """Return the layer that has a module; no name for one outside of the layers."""
+    words = module.split(".")
+    return ".".join(words[:2]) if words[0] == "layers" and len(words) > 1 else ""
 
 
 def _first_layer(plan: Plan) -> Counter[str]:
