@@ -130,3 +130,33 @@ def check_branches(mesh, backend):
         close(loss, expected)
         loss.backward()
         close(sharded.weight.grad, reference.weight.grad)
+
+
+class Sigmoid(nn.Module):
+    """The loss of all pairs of images and texts (features/pairs)."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Parameter(torch.randn(5, 2))
+        self.text = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x, y):
+        labels = 2 * torch.eye(len(x)) - 1
+        return -F.logsigmoid(labels * ((x @ self.image) @ (y @ self.text).T)).sum() / len(x)
+
+
+@distributed("data=2", "data=4")
+def test_a_loss_of_all_pairs(mesh):
+    torch.manual_seed(0)
+    model, x, y = Sigmoid(), torch.randn(22, 5), torch.randn(22, 4)
+    expected = model(x, y)
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    blocks = {"costs": {"pair_bytes": 0}}
+    wrapped = gspmd.parallelize(model, mesh, in_specs=("data _", "data _"), advanced=blocks)
+    loss = wrapped(x, y)
+    loss.backward()
+    close(loss, expected)
+    for name, p in wrapped.named_parameters():
+        close(p.grad, gradients[name])

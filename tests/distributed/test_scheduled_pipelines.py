@@ -12,7 +12,7 @@ import torchgspmd as gspmd
 
 WIDTH = 4
 SCHEDULES = ("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("1f1b", 2), ("zero_bubble", 2)
-SOME = SCHEDULES[1], SCHEDULES[4]
+SOME = SCHEDULES[1], SCHEDULES[4], ("dualpipev", 2)
 
 
 class Block(nn.Module):

@@ -202,6 +202,20 @@ def test_weights_are_no_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch):
                in_specs=("data _",), advanced=BLOCKS)  # fmt: skip
 
 
+def test_products_of_a_batch_are_no_pairs(monkeypatch: pytest.MonkeyPatch):
+    """All of a batch's rows have the same index in both operands."""
+
+    def refuse(program: object) -> None:
+        raise AssertionError("it has no pairs of rows")
+
+    monkeypatch.setitem(FEATURE_PASSES, "ring_pairs", FeaturePass(refuse, ()))
+    model, args = Towers(lambda m, a, b: (a @ b.mT).tanh().sum()), inputs(24, 24)
+    args = [x.unflatten(0, (4, 6)) for x in args]
+    plan = gspmd.plan(model, *args, mesh=Mesh(data=4), in_specs=("data _ _",) * 2, grad=True,
+                      advanced=BLOCKS)  # fmt: skip
+    assert_same(plan.simulate(*args, _poison=True), eager(model, *args), terms=2048)
+
+
 class Read(Towers):
     """A loss whose values of pairs are also a result."""
 

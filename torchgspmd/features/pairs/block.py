@@ -20,7 +20,7 @@ from ...rules.local_builder import LocalTensor
 from ...rules.notation import Dims
 
 
-class Shard(NamedTuple):
+class BlockSide(NamedTuple):
     """A shard of rows or columns. size: of all. count: the shards. index: a tensor, which one."""
 
     size: int
@@ -40,7 +40,9 @@ class Shard(NamedTuple):
         return torch.where(inside, x, as_dtype(fill, x.dtype))
 
 
-def local_shape(dims: Dims, shape: Sequence[int], shards: Mapping[str, Shard]) -> tuple[int, ...]:
+def local_shape(
+    dims: Dims, shape: Sequence[int], shards: Mapping[str, BlockSide]
+) -> tuple[int, ...]:
     """Return the shape of an operand or result in a block."""
     return tuple(
         shards[names[0]].rows if names and names[0] in shards else size
@@ -53,7 +55,7 @@ class BlockBuilder:
 
     places = None
 
-    def __init__(self, op: Op, shards: Mapping[str, Shard]) -> None:
+    def __init__(self, op: Op, shards: Mapping[str, BlockSide]) -> None:
         self.target, self.rule, self.shards = op.node.target, op.rule, shards
         self.operands = tuple(v.meta["val"] for v in op.operands)
         self.assignment = {factor: (factor,) for factor in shards}
@@ -112,7 +114,7 @@ class BlockBuilder:
         return op.overloadpacket(*args, **kwargs)
 
 
-def computed(op: Op, operands: Sequence[Tensor], shards: Mapping[str, Shard]) -> Sequence[Any]:
+def computed(op: Op, operands: Sequence[Tensor], shards: Mapping[str, BlockSide]) -> Sequence[Any]:
     """Return an operation's results in a block. shards: by factor. operands: their parts."""
     rule, local = op.rule, op.rule.local
     masked = [_masked(op, i, x, shards) for i, x in enumerate(operands)]
@@ -134,7 +136,7 @@ def computed(op: Op, operands: Sequence[Tensor], shards: Mapping[str, Shard]) ->
     return results if isinstance(results, (tuple, list)) else [results]
 
 
-def _masked(op: Op, operand: int, x: Tensor, shards: Mapping[str, Shard]) -> Tensor:
+def _masked(op: Op, operand: int, x: Tensor, shards: Mapping[str, BlockSide]) -> Tensor:
     """Overwrite an operand's padding if the operation would reduce it or look it up."""
     for dim, names in enumerate(op.rule.operands[operand]):
         if names and (shard := shards.get(names[0])) is not None:

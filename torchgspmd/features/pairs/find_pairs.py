@@ -28,7 +28,7 @@ Places = tuple[int | None, int | None]  # the dimensions of the rows, and of the
 
 
 @dataclass
-class Region:
+class PairRegion:
     """Operations with a value for each pair of rows.
 
     sizes: how many rows and columns. axes: shard both. factors: by operation, in the graph's order.
@@ -49,7 +49,7 @@ def places_of(factors: Sequence[str | None], dims: Dims) -> Places:
     return row, column
 
 
-def region_of(work: Work, pair: Pair) -> Region | dict[fx.Node, SplitRequest] | None:
+def region_of(work: Work, pair: Pair) -> PairRegion | dict[fx.Node, SplitRequest] | None:
     """Return a product's region; operations to split before it is one; None if there is none."""
     finder = _Finder(work, pair)
     if not finder.add(pair.op, (pair.row, pair.column)):
@@ -70,10 +70,10 @@ class _Finder:
         self.values: dict[fx.Node, Places] = {}
         self.known: dict[fx.Node, Places] = {}
         self.split: dict[fx.Node, SplitRequest] = {}
-        self.region = Region(pair.sizes, pair.axes)
+        self.region = PairRegion(pair.sizes, pair.axes)
 
     def follow(self, value: fx.Node, places: Places) -> bool:
-        """Add what makes and what reads a value; return False if there is no region."""
+        """Add the makers and readers of a value; return False if there is no region."""
         maker = self.makers.get(value)
         if maker is None or any(user not in self.ops for user in value.users):
             return False
@@ -138,13 +138,13 @@ class _Finder:
             self.known[value] = self.values[value] = places
         return self.known[value] == places
 
-    def ended(self) -> Region:
+    def ended(self) -> PairRegion:
         """Return the region in the graph's order."""
         region = self.region
         order = {node: i for i, node in enumerate(self.ops)}
         exits = sorted(region.exits.items(), key=lambda pair: order[pair[1].node])
         inside = sorted(region.factors, key=order.__getitem__)
-        return Region(
+        return PairRegion(
             region.sizes,
             region.axes,
             {node: region.factors[node] for node in inside},

@@ -12,10 +12,10 @@ ensures  no device has a value for more pairs than a block's; the bytes are thos
 source   ours, after Ring Attention (arXiv 2310.01889) and SigLIP's chunks (arXiv 2303.15343,
          section 3.3), which are written by hand
 
-Sums over columns stay where they are; sums over rows travel with their columns. What reads a sum,
-as a softmax reads its maximum, is in the next ring, which computes its blocks again. The columns
-travel once: later rings, those of the backward too, take them from a stack. So the memory is that
-of the operands, and of a block.
+Sums over columns stay where they are; sums over rows travel with their columns. Operations that
+read a sum, as a softmax reads its maximum, are in the next ring, which computes its blocks again.
+The columns travel once: later rings, those of the backward too, take them from a stack. So the
+memory is that of the operands, and of a block.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ...fx_passes.ir import Op, add_mark
 from ...rules import DECLINED, IDENTITY, SplitRequest, trace
 from ...rules.custom_ops.loops import CARRY, LOOP_MARKS, NEXT, ROW, STACK, Loop, mark_of
 from ...shard_spec import ShardSpec
-from .block import COMBINED, REDUCED, Shard, computed
-from .find_pairs import COLUMNS, Places, Region, places_of, region_of
+from .block import COMBINED, REDUCED, BlockSide, computed
+from .find_pairs import COLUMNS, PairRegion, Places, places_of, region_of
 
 Side = tuple[fx.Node, Places]  # a value in a block
 HALF = (torch.float16, torch.bfloat16)
@@ -62,7 +62,7 @@ def ring_pairs(work: Work, least: float) -> bool | dict[fx.Node, SplitRequest]:
     return changed
 
 
-class Step(NamedTuple):
+class BlockOp(NamedTuple):
     """An operation in a block. factors: of the rows and the columns, if it has them."""
 
     op: Op
@@ -86,7 +86,7 @@ class _Ring:
     """
 
     exits: list[fx.Node]
-    steps: list[Step]
+    steps: list[BlockOp]
     sides: list[tuple[fx.Node, Places]]
     graph: fx.Graph | None = None
 
@@ -98,7 +98,7 @@ class _Ring:
 class _Rings:
     """Computes a region by rings."""
 
-    def __init__(self, work: Work, region: Region) -> None:
+    def __init__(self, work: Work, region: PairRegion) -> None:
         self.graph, self.layouts, self.region = work.graph, work.layouts, region
         self.count = work.layouts.mesh.count(region.axes)
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -159,18 +159,18 @@ class _Rings:
                 needed.add(node)
                 values = region.ops[node].operands
                 stack += [region.makers[v] for v in values if v in region.makers]
-        steps = [Step(op, region.factors[n]) for n, op in region.ops.items() if n in needed]
+        steps = [BlockOp(op, region.factors[n]) for n, op in region.ops.items() if n in needed]
         sides = dict.fromkeys(
             side for step in steps for side in step.operands() if side[0] not in region.makers
         )
-        made = dict[Side, Step]()
+        made = dict[Side, BlockOp]()
         for side in [*sides]:
             if side[1][COLUMNS] is not None and self._makes(side, made):
                 del sides[side]
         others = (side for step in made.values() for side in step.operands() if side not in made)
         return _Ring(exits, [*made.values(), *steps], [*{**sides, **dict.fromkeys(others)}])
 
-    def _makes(self, side: Side, made: dict[Side, Step]) -> bool:
+    def _makes(self, side: Side, made: dict[Side, BlockOp]) -> bool:
         """Add the steps that compute a side from no tensor, as an arange; else return False."""
         value, places = side
         op = self.makers.get(value)
@@ -181,7 +181,7 @@ class _Rings:
         names = [None if p is None else op.rule.results[0][p] for p in places]
         if any(each is not None and len(each) != 1 for each in names):
             return False
-        step = Step(op, tuple(each and each[0] for each in names))  # pyright: ignore
+        step = BlockOp(op, tuple(each and each[0] for each in names))  # pyright: ignore
         operands = step.operands()
         if not op.rule.replicated.isdisjoint(filter(None, step.factors)) or any(
             v not in self.makers and p != (None, None) for v, p in operands
@@ -198,10 +198,12 @@ class _Rings:
         """Return the graph of a step; None if an operation cannot be computed so."""
         count = self.count
 
-        def run(steps: Sequence[Step], values: dict[Side, Tensor], row: Any, column: Any) -> None:
+        def run(
+            steps: Sequence[BlockOp], values: dict[Side, Tensor], row: Any, column: Any
+        ) -> None:
             for step in steps:
                 known = zip(step.factors, self.region.sizes, (row, column))
-                shards = {f: Shard(size, count, index) for f, size, index in known if f}
+                shards = {f: BlockSide(size, count, index) for f, size, index in known if f}
                 results = computed(step.op, [values[side] for side in step.operands()], shards)
                 tensors = (x for x in results if isinstance(x, Tensor))
                 values.update((side, x) for side, x in zip(step.results(), tensors) if side)
@@ -209,7 +211,7 @@ class _Rings:
         def step_of(number: Tensor, *tensors: Tensor) -> Any:
             rows = torch.arange(count, device=number.device)
             values = dict(zip(ring.sides, tensors))
-            # What no device's rows decide is the same in all blocks.
+            # Operations without rows or columns are the same in all blocks.
             run(same, values, 0, 0)
             batched = [s for s, x in values.items() if s[1] != (None, None)]
             batched_values = [
@@ -225,7 +227,7 @@ class _Rings:
             columns = (rows + number) % count
             return torch.vmap(block)(rows, columns, *batched_values)
 
-        sides, same, rest = {*ring.sides}, list[Step](), list[Step]()
+        sides, same, rest = {*ring.sides}, list[BlockOp](), list[BlockOp]()
         constant = {side for side in sides if side[1] == (None, None)}
         for step in ring.steps:
             is_same = step.op.rule.local.emit is None and constant.issuperset(step.operands())
@@ -355,7 +357,7 @@ class _Rings:
         value.replace_all_uses_with(self.replaced[value])
 
     def _traced_call(self, function: Callable[..., Tensor], *values: fx.Node) -> fx.Node:
-        """Add what a function computes."""
+        """Add the operations that a function calls."""
         inner = trace(function, tuple(v.meta["val"] for v in values), {})
         assert isinstance(inner, fx.Graph), "views, sums and rows have a graph"
         return inline(self.graph, inner, values, self.meta)

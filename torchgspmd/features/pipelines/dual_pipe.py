@@ -10,9 +10,9 @@
     p - d - 1                     W B0
     the rest                      W
 
-A pair is of two microbatches, so what one of them sends (tokens to experts, a sum of tensor
-parallelism) may travel while the other computes. The bubble is (p - 1)(F + B - W), for the pieces
-of one of the two stages, and a device keeps 2 p + 1 activations.
+A pair is of two microbatches, of which neither waits for the other. Each piece is a program of its
+own, so messages inside of one (tokens to experts) do not travel beside the other yet. The bubble
+is (p - 1)(F + B - W), for the pieces of one stage. A device keeps 2 p + 1 activations.
 
 source   DeepSeek-V3 (arXiv 2412.19437, section 3.2.1) and its repository DualPipe, whose V is half
          of DualPipe. torch.distributed.pipelining calls it ScheduleDualPipeV.

@@ -8,8 +8,8 @@ needs    the partitioned program, if weights are gathered again (regather_weight
 ensures  a stage keeps its shards; m microbatches send m times as much
 source   ZeRO (arXiv 1910.02054), stage 3, inside of a pipeline
 
-A weight that no loop over layers takes is gathered once for a forward, and once for what follows
-from the loss or from a gradient that has arrived.
+Each microbatch gathers a weight twice if no loop over layers takes it. The second one is for nodes
+that follow from the loss, or from a gradient that has arrived.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def regather_in_stages(graph: fx.Graph) -> fx.Graph | None:
 
 
 class _Mover:
-    """late: what follows from a loss, or from a gradient that has arrived."""
+    """late: nodes that follow from a loss, or from a gradient that has arrived."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.nests = graph, nests(graph)

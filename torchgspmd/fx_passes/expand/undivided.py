@@ -142,7 +142,6 @@ class Work:
         least: bytes of the values on a device, which also are more than an operand's that would be
         gathered.
         """
-        factors, _, weights = self._classes
         for op in self.ops:
             if not op.rule.contraction or len(op.operands) != 2 or op.results != (op.node,):
                 continue
@@ -150,18 +149,26 @@ class Work:
             for value, dims in zip(op.operands, op.rule.operands):
                 along = zip(dims, self.layouts.spec[value].dims)
                 places.append({names[0]: axes for names, axes in along if axes and len(names) == 1})
+            # A factor of both operands is summed, or a batch of products.
+            both = {*itertools.chain(*op.rule.operands[0])} & {
+                *itertools.chain(*op.rule.operands[1])
+            }
             for row, column in itertools.product(*places):
                 axes = places[0][row]
-                if axes != places[1][column] or {row, column} & {*op.rule.reduce}:
+                if axes != places[1][column] or {row, column} & both:
                     continue
-                roots = {factors.find((op.node, f)) for f in (row, column)}
                 val, count = op.node.meta["val"], self.layouts.mesh.count(axes)
                 elements = [v.meta["val"].numel() for v in op.operands]
                 is_large = val.nbytes >= count * least and val.numel() > count * min(elements)
-                if is_large and weights.isdisjoint(roots):
+                if is_large and not self._are_weights(op, (row, column)):
                     if elements[0] < elements[1]:
                         row, column = column, row
                     yield Pair(op, row, column, (sizes[row], sizes[column]), axes)
+
+    def _are_weights(self, op: Op, names: Sequence[str]) -> bool:
+        """Return whether any factor is one of weights."""
+        factors, _, weights = self._classes
+        return not weights.isdisjoint({factors.find((op.node, f)) for f in names})
 
     def has_twins(self) -> bool:
         """Return whether several equal operations, on equal shapes, are divided by no axis."""
