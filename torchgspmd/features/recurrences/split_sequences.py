@@ -106,7 +106,7 @@ class _Splitter:
         return True
 
     def _choose(self, finder: Finder, found: Recurrence) -> dict[fx.Node, fx.Node] | None:
-        """Let iterations at the ends have their own values; return those in all iterations.
+        """Choose the ends' own values in their iterations; return the values in all iterations.
 
         Where the program has nothing, values become zeros, if they are not by their operations.
         None if one of these is no operation's.
