@@ -126,14 +126,15 @@ class CostModel:
         Those with the least bound are priced first, so that few moves are searched for. None if
         there are none.
         """
-        best, place, least = present, -1, math.inf
-        if present is not None:
-            least = self.cost(op, present, neighborhood)
-        elif strategies:
-            best, place = strategies[0], 0
+        first, place = (
+            (present, -1) if present is not None or not strategies else (strategies[0], 0)
+        )
+        if first is None:
+            return None
+        best, least = first, self.cost(op, first, neighborhood)
         parts, bounded = self._bounded_parts(op, neighborhood), []
         for i, strategy in enumerate(strategies):
-            if strategy is not present and (
+            if strategy is not first and (
                 (bound := self._at_least(strategy, parts, least)) < least
             ):
                 bounded.append((bound, i, strategy))
