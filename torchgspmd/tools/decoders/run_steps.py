@@ -63,11 +63,11 @@ class Planned:
         self.known: dict[tuple[str, ...], dict[str, LayerTimes]] = {}
         kinds = list(self.config.kinds())
         first = kinds[0]
-        programs = {kind: self.program(first, kind) for kind in kinds}
-        plain = {kind: self.last_layer(program) for kind, program in programs.items()}
+        deep = {kind: self.program(first, kind) for kind in kinds}
+        plain = {kind: self.last_layer(layers) for kind, layers in deep.items()}
         more = LayerTimes(*unfused(run, self.hardware, self.kernels, HOST))
         self.layers = {kind: found + more for kind, found in plain.items()}
-        alike = programs[first]
+        alike = deep[first]
         self.ends = self.numbers(alike) + plain[first].times(-len(alike))
 
     def program(self, first: str, kind: str) -> tuple[str, ...]:
