@@ -182,8 +182,9 @@ class StandInSizes:
             self.taken.add(one)  # Three times n may be n's second number: no pass takes one for it.
             return one, one * ratio
         is_size = expression in self.sizes or self.env.bound_sympy(expression).lower >= 0
-        near = self.near.get(expression, 0)
-        return self._take(self._next(0, near), self._next(1) * (1 if is_size else -1))
+        one = self._next(0, self.near.get(expression, 0))
+        self.taken.add(one)  # The second number's primes come to the first one's in the end.
+        return self._take(one, self._next(1) * (1 if is_size else -1))
 
     def _is_product(self, expression: Any) -> bool:
         """Return whether an expression is a product of argument sizes and a whole number."""

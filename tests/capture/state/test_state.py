@@ -536,6 +536,6 @@ def test_a_table_that_refuses_changes_is_read():
     net, x = Net(), rand(4, 6)
     plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2), in_specs="data _")
     torch.testing.assert_close(plan.simulate(x), x * 6)
-    assert plan.captured.holds()
+    assert plan.captured.holds([x])
     net.config = Frozen(scale=3.0, sizes=Frozen(first=3))
-    assert not plan.captured.holds()
+    assert not plan.captured.holds([x])

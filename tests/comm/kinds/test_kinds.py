@@ -115,6 +115,7 @@ ASKS_FOR_ONE = {
     "features.attention.ring_keys": {"reduce_scatter"},  # what becomes of gradients in a ring
     "fx_passes.lower.insert_rank_check": {"all_reduce"},  # a comparison of ranks that is one
     "tools.report.kernels": {"all_to_all"},  # which dispatchers send
+    "tools.decoders.run_kernels": {"all_to_all"},  # which no CUDA graph has
     "tools.decoders.run_steps": {"all_gather", "reduce_scatter"},  # weights and gradients, by FSDP
 }
 

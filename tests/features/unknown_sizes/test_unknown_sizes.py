@@ -192,3 +192,21 @@ def test_marks_of_a_dimension_of_unknown_size():
     assert message(lambda: gspmd.plan(f, X, mesh=MESH)).startswith(
         "dimension 0 of a value with layout 'm _' has a size that depends on values"
     )
+
+
+@pytest.mark.parametrize("count", [15, 16, 40])
+def test_no_number_of_sizes_makes_one_a_constant(count):
+    """Two numbers stand for a size, from two rows of primes. The second row begins in the first."""
+
+    def program(x, w):
+        out = torch.zeros(6, dtype=torch.double)
+        for i in range(count):
+            places = (x[i] > 0).nonzero().view(1, -1)
+            out = out + (places == torch.arange(6)[:, None]).sum(1) * w[i]
+        return out
+
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    w = x.sum(1)
+    plan = gspmd.plan(program, x, w, mesh=gspmd.Mesh(a=2), in_specs=("_ a", "_"))
+    for each in (x, -x):
+        assert_same(plan.simulate(each, w), program(each, w), "counts", terms=8 * count)

@@ -16,6 +16,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from ...capture import ARGUMENT, MUTATION, TANGENT
@@ -219,7 +220,11 @@ def work_of(p: Program) -> Work:
 
 def has_pairs(p: Program) -> bool:
     """Return whether a product has so many values for pairs of rows that blocks are worth it."""
-    return any(True for _ in work_of(p).pairs(p.request.constants.pair_bytes))
+    least = p.request.constants.pair_bytes
+    products = p.graph.find_nodes(op="call_function", target=torch.ops.torchgspmd.einsum.default)
+    # First by fx's table of nodes: most programs have no such product, and need no walk.
+    is_large = any(node.meta["val"].nbytes >= least for node in products)
+    return is_large and any(True for _ in work_of(p).pairs(least))
 
 
 def has_sharded_parts(p: Program) -> bool:
