@@ -14,6 +14,7 @@ import torchgspmd as gspmd
 from torchgspmd.compiler import option_types
 from torchgspmd.compiler.options import (
     GROUPS,
+    MOVED,
     OPTIONS,
     ROWS,
     AdvancedSettings,
@@ -169,6 +170,20 @@ def test_a_group_is_a_mapping_a_record_or_its_short_form():
         ("advanced", {"pn": "all"}, "did you mean 'pin'?"),
     ):
         assert message in refused(lambda g=group, v=value: read("parallelize", {g: v}))
+
+
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_an_old_name_works_with_a_warning(name):
+    group, setting = MOVED[name]
+    value = {"carriers": ["deep_ep"], "skip_passes": ("bucket",), "costs": {"tie_break": 0.5}}
+    value |= {"audit": 3, "verify": True, "memory_budget": "1GiB", "rng": "native", "pin": "all"}
+    value |= {"recompute": "auto", "offload": "activations", "regather": "all"}
+    value |= {"unmarked": "replicated"}
+    reader = {"unmarked": "plan"}.get(name, "parallelize")
+    beside = {"memory": {"recompute": "auto"}} if name == "memory_budget" else {}
+    with pytest.warns(FutureWarning, match=f'{name}= is {group}={{"{setting}": ...}}'):
+        options = Options.read(reader, {name: value[name], **beside})
+    assert getattr(getattr(options, group), setting) == value[name]
 
 
 def test_an_argument_that_has_an_options_name():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -140,7 +141,7 @@ class Options:
     def read(cls, reader: Reader, given: Mapping[str, Any]) -> Options:
         """Return the options given to a function, checked against this table."""
         known = [row.name for row in rows_for(reader)]
-        chosen = dict(given)
+        chosen = dict[str, Any](_in_groups(given))
         for name in chosen:
             if name not in known:
                 raise ShardingError.here(
@@ -245,6 +246,23 @@ def _is_set(owner: object, row: Option) -> bool:
     return bool(value) if row.default == () else value != row.default
 
 
+def _in_groups(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with those that had names of their own before 0.3 in their groups."""
+    found = {name: value for name, value in given.items() if name not in MOVED}
+    for old, value in given.items():
+        if old not in MOVED:
+            continue
+        group, name = MOVED[old]
+        shown = f'{group}={{"{name}": ...}}'
+        warnings.warn(
+            f"the option {old}= is {shown} from now on; the next release has only that",
+            FutureWarning,
+            stacklevel=4,
+        )
+        found[group] = {**_mapping(group, found.get(group, {})), name: value}
+    return found
+
+
 def _mapping(group: str, value: Any) -> Mapping[str, Any]:
     """Return a group's settings by name."""
     if isinstance(value, GROUPS[group]):
@@ -302,6 +320,13 @@ def _rows(owner: type) -> Iterator[Option]:
 
 ROWS = {owner: (*_rows(owner),) for owner in (Options, *GROUPS.values())}
 OPTIONS = ROWS[Options]
+# Options that had names of their own before 0.3: group and name.
+MOVED = {
+    "memory_budget" if row.name == "budget" else row.name: (group, row.name)
+    for group, owner in GROUPS.items()
+    for row in ROWS[owner]
+    if row.name != "arguments"
+}
 
 
 def rows_for(reader: Reader) -> list[Option]:
@@ -325,6 +350,9 @@ def is_an_option(name: str, value: object, is_argument: bool) -> bool:
     """
     if name in GROUPS and is_argument:
         return isinstance(value, (str, int, Mapping, GROUPS[name]))
+    if name in MOVED:
+        group, name = MOVED[name]
+        return any(row.name == name for row in rows_of(GROUPS[group], "plan"))
     return any(row.name == name for row in rows_for("plan"))
 
 
