@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .comm.termination import print_errors_once
+from .compat import moved_modules
 from .compiler import add_tool
 from .errors import ShardingError
 from .layout.layout_rules import Layout
@@ -124,5 +125,6 @@ def __dir__() -> list[str]:
 NAMES = tuple(dict.fromkeys([*__all__, *_LATER]))  # all public names; dir() shows the common ones
 
 
+moved_modules.install(__name__)
 print_errors_once()
 add_tool(lambda: import_module(".tools.report.plan_views", __name__).PlanViews)
