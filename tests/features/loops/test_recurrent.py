@@ -38,7 +38,7 @@ def test_numbers(module, options, batch):
     x = torch.randn(shape)
     plan = gspmd.plan(model, x, mesh=MESH, in_specs=spec, grad=True)
     assert_same(plan.simulate(x), eager(model, x), terms=256)
-    assert plan.captured.holds()
+    assert plan.captured.holds([x])
 
 
 def test_the_batch_stays_divided():

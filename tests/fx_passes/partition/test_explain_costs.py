@@ -168,7 +168,7 @@ def test_a_constant_decides() -> None:
 def test_every_constant_has_a_reason_and_stands_in_the_documentation() -> None:
     root = Path(gspmd.__file__).resolve().parent.parent
     rows = re.findall(
-        r"^\| `\w+` \| [\d.e-]+ .*", (root / "docs/debugging_a_layout.md").read_text(), re.M
+        r"^\| `\w+` \| [\d.e+-]+ .*", (root / "docs/debugging_a_layout.md").read_text(), re.M
     )
     assert rows == [
         f"| `{f.name}` | {f.default:g} | {f.metadata['unit']} | {f.metadata['reason']} |"
