@@ -186,15 +186,20 @@ class _Capture:
         program's own, and passes.
         """
         state, error, text = self.state, None, ""
+        space: dict[str, Any] | None = None
         try:
             yield
         except Exception as raised:
             error, text = raised, f"{type(raised).__name__}: {raised}".partition("\n")[0]
+            # Python's int() and max() take no symbols; the next trace replaces them in that module.
+            space = error.namespace if isinstance(error, ShardingError) else None
+            if any(space is known for known in state.namespaces):
+                space = None
             # The value was symbolic for the trace, and is known in a run: with its value the error
             # may vanish.
             if value_guards.symbolic:
                 raise Retrace(f"{value_guards.symbolic[0]} ({text})", state.look) from error
-            if value_guards.asked:  # the last one, which is the nearest to the error
+            if value_guards.asked and space is None:  # the last one is nearest to the error
                 raise value_guards.asked[-1] from error
             numbers = [str(each.source) for each in inputs if each.kind == "number"]
             if numbers:  # some functions in C++ take plain numbers only
@@ -209,9 +214,7 @@ class _Capture:
             if not state.is_eager and not isinstance(raised, ShardingError):
                 reason = f"torch.compiler.is_compiling() is True in a trace ({text})"
                 raise Retrace(reason, state.be_eager) from error
-        # Python's int() and max() take no symbols; the next trace replaces them in that module.
-        space = error.namespace if isinstance(error, ShardingError) else None
-        if space is not None and all(space is not known for known in state.namespaces):
+        if space is not None:
             raise Retrace(f"a number is not known ({text})", lambda: state.namespaces.append(space))
         before = {each.source for each in inputs}
         if new := [str(x.source) for x in self._state_inputs() if x.source not in before]:
