@@ -426,7 +426,10 @@ def test_whole_numbers_of_arguments_have_a_program_each(name):
         for key, grad in zip(dict(net.named_parameters()), wanted):
             if grad is not None:
                 assert_same(gradients[key], grad, f"{name}: {key}")
-    if name in STAY_SYMBOLS:
+    is_for_all = not plans[0].captured.looks
+    if torch.__version__ >= "2.10":  # 2.9 cannot trace slices by numbers
+        assert is_for_all == (name in STAY_SYMBOLS)
+    if is_for_all:
         assert_same(plans[0].simulate(x, other)[0], net(x, other), name)
     else:
         with pytest.raises(gspmd.ShardingError, match="argument 'sizes' has another value"):
