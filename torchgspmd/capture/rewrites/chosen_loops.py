@@ -6,8 +6,8 @@
         y = self.experts[e](x[rows])                    y = self.experts[e](x[rows])
         out.index_add_(0, rows, y)                      out.index_add_(0, rows, where(hit[e], y, 0))
 
-A loop's other effects would remain where the iteration is none: its source has to show that there
-are no others. Then what was not chosen adds zeros, and mostly has no rows.
+All that could be chosen are traced, and those that were not add zeros. A loop with other effects
+is refused: its source has to show that it only sums and assigns rows.
 """
 
 from __future__ import annotations

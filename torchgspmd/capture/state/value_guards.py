@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat.fx_nodes import copy_node
-from ...compat.private_apis import FakeTensor, OpOverload
+from ...compat.fx_nodes import copy_node, reached
+from ...compat.operators import draws
+from ...compat.private_apis import FakeTensor
 from ...rules.custom_ops.loops import ENTRIES
 from .source import Source
 from .state_inputs import Retrace, State, TensorInput
@@ -182,18 +183,13 @@ def _placeholders_of(node: fx.Node) -> list[fx.Node] | None:
 
     Return None if random numbers, a loop's iterations or very many operations come between.
     """
-    seen, stack = {node: None}, [node]
-    while stack:
-        node = stack.pop()
-        tags = node.target.tags if isinstance(node.target, OpOverload) else ()
-        if torch.Tag.nondeterministic_seeded in tags or node.target in ENTRIES:
+    seen = list[fx.Node]()
+    for each in reached([node]):
+        sizes = getattr(each.meta.get("val"), "shape", ())
+        has_symbols = each.op == "placeholder" and any(type(n) is not int for n in sizes)
+        if draws(each.target) or each.target in ENTRIES or has_symbols:
             return None
-        if any(type(n) is not int for n in getattr(node.meta.get("val"), "shape", ())):
-            if node.op == "placeholder":
-                return None
-        new = [n for n in node.all_input_nodes if n not in seen]
-        seen.update(dict.fromkeys(new))
-        stack += new
+        seen.append(each)
     placeholders = [n for n in seen if n.op == "placeholder"]
     return None if placeholders and len(seen) > _MANY else placeholders
 

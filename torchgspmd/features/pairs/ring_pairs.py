@@ -123,7 +123,7 @@ class _Rings:
         _sort(self.graph, {**self.order, **self.keys})
         return True
 
-    # ----------------------------------------------------------------------------- what is computed
+    # -------------------------------------------------------------------- the rings and their steps
 
     def _rings(self) -> list[_Ring]:
         """Return the rings: an exit is in the first one that knows all that it needs."""

@@ -14,13 +14,13 @@ that follow from the loss, or from a gradient that has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
 
-from ...compat.fx_nodes import add_node
+from ...compat.fx_nodes import add_node, reached
 from ...fx_passes.partition.insert_collectives import gathers
 from ...rules.custom_ops.loops import CONST, ROW, TOTAL, Nest, mark_of, nest_text, nests, runs_of
 from ...shard_spec import ShardSpec
@@ -44,7 +44,8 @@ class _Mover:
         self.axes = {node.args[3] for node in sends}
         back = [user.args[2] for n in sends if n.args[1] < 0 for user in n.users]
         heads = graph.find_nodes(op="call_function", target=HEAD)
-        self.late = _reached([x for x in (*back, *heads) if isinstance(x, fx.Node)])
+        starts = [x for x in (*back, *heads) if isinstance(x, fx.Node)]
+        self.late = {*reached(starts, attrgetter("users"))}
         self.place = {node: i for i, node in enumerate(graph.nodes)}
 
     def move(self, node: fx.Node) -> bool:
@@ -134,14 +135,3 @@ class _Mover:
         node.meta = {**like.meta, "runs": runs_of(nest)}
         self.nests[node] = nest
         return node
-
-
-def _reached(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return nodes and all that depend on them."""
-    found, stack = set[fx.Node](), [*nodes]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.users
-    return found

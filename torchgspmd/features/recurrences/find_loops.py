@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ...compat.operators import draws
 from ...fx_passes.expand.undivided import Work
 from ...fx_passes.ir import Op
 from ...rules.custom_ops.loops import (
@@ -65,8 +66,9 @@ def _loop_of(nodes: list[fx.Node], ops: dict[fx.Node, Op]) -> FlatLoop | None:
 
 
 def _draws(node: fx.Node) -> bool:
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return random or any(key in node.meta for key in ("draw", "loop", "dynamic", "other"))
+    return draws(node.target) or any(
+        key in node.meta for key in ("draw", "loop", "dynamic", "other")
+    )
 
 
 def value_behind(node: fx.Node, rows: torch.Tensor, last: int) -> torch.Tensor:
