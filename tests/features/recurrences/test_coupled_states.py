@@ -89,11 +89,14 @@ def sent(model: Loop, tokens: int, mesh: Mesh) -> float:
     return recurrent.sent(model, args, ("_ seq _",) * 3, mesh)
 
 
+EXCHANGE_ROWS = {("trend", "row"), ("trend", "none"), ("momentum", "given")}  # docs/limits.md
+
+
 def drawn() -> list[tuple[str, str, bool]]:
     chance = random.Random(5)
     cases = [(name, first, chance.random() < 0.3) for name in COUNTS for first in FIRST]
     chance.shuffle(cases)
-    return cases[:10]
+    return [case for case in cases[:10] if case[:2] not in EXCHANGE_ROWS]
 
 
 @pytest.mark.parametrize("name, first, backwards", drawn())
@@ -101,9 +104,6 @@ def test_states_are_sent(name: str, first: str, backwards: bool):
     torch.manual_seed(0)
     model = Loop(name, first, backwards)
     bytes_sent = sent(model, 48, Mesh(seq=2))
-    # These exchange rows (docs/limits.md).
-    if (name, first) in {("trend", "row"), ("trend", "none"), ("momentum", "given")}:
-        return
     # A map and a state, there and back; ends, gradients of the first state, the rate and the loss.
     maps = 2 * model.count * (2 if model.step is turned else model.count) * STATE
     assert bytes_sent <= 2 * (maps + 2 * STATE) + 12 * STATE + 2 * (WIDTH + 1) * 8
