@@ -68,6 +68,18 @@ def is_on_its_mesh(item: pytest.Item) -> bool:
     return item.callspec.params["mesh"] == meshes[drawn]
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the processes behind the last test that runs on them: idle groups of gloo poll."""
+    if runs_on_processes(item) and not (nextitem and runs_on_processes(nextitem)):
+        import ranks
+
+        ranks.close_all()
+
+
+def runs_on_processes(item: pytest.Item) -> bool:
+    return item.get_closest_marker("distributed") is not None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: one of many that take minutes together")
     config.addinivalue_line("markers", "distributed(*meshes): runs on processes")

@@ -51,7 +51,7 @@ EXPLORING = {
     "mixtures": 0,
     "models::test_checkpoints": 1,
     "models::test_training_on_processes": 1,
-    "on_processes::test_a_set_on_processes": 1,
+    "on_processes": 0,
     "one_rank": 1,
     "op_db": 1,
     "operand_orders": 1,

@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from language_model import whole
@@ -185,39 +186,42 @@ class Kinds(nn.Module):
         return results
 
 
+TYPES = (
+    torch.bfloat16,  # the first and the last guard
+    torch.float64,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.float8_e4m3fn,
+)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 @distributed(*MESHES[1:])
-def test_types(mesh):
+def test_types(mesh, dtype):
     """Numbers of all types, gloo's and others."""
     reductions = [lambda x: x.sum(0, dtype=x.dtype), lambda x: x.prod(0, dtype=x.dtype)]
     ordered = [lambda x: x.amax(0), lambda x: x.amin(0)]
-    for dtype in (
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.complex64,
-        torch.complex128,
-        torch.bool,
-        torch.float8_e4m3fn,
-    ):
-        torch.manual_seed(0)
-        x = torch.randint(-3, 4, (6, 9)).to(dtype)
-        x = x * (1 + 1j) if dtype.is_complex else x
-        computes = {torch.bool: ordered, torch.float8_e4m3fn: []}.get(
-            dtype, reductions if dtype.is_complex else reductions + ordered
-        )
-        for many in (1, 60000):  # a small all_reduce takes another way than a large one
-            given = x if many == 1 else x.repeat(1, many)
-            want = Kinds(gspmd.Mesh(**dict.fromkeys(mesh.names, 1)), computes)(given)
-            got = gspmd.parallelize(Kinds(mesh, computes), mesh, strict="warn")(given)
-            for mine, theirs in zip(got, want):
-                assert mine.dtype == dtype and torch.equal(
-                    *(t.float() if dtype.itemsize == 1 else t for t in (whole(mine), theirs))
-                ), many
+    torch.manual_seed(0)
+    x = torch.randint(-3, 4, (6, 9)).to(dtype)
+    x = x * (1 + 1j) if dtype.is_complex else x
+    computes = {torch.bool: ordered, torch.float8_e4m3fn: []}.get(
+        dtype, reductions if dtype.is_complex else reductions + ordered
+    )
+    for many in (1, 60000):  # a small all_reduce takes another way than a large one
+        given = x if many == 1 else x.repeat(1, many)
+        want = Kinds(gspmd.Mesh(**dict.fromkeys(mesh.names, 1)), computes)(given)
+        got = gspmd.parallelize(Kinds(mesh, computes), mesh, strict="warn")(given)
+        for mine, theirs in zip(got, want):
+            assert mine.dtype == dtype and torch.equal(
+                *(t.float() if dtype.itemsize == 1 else t for t in (whole(mine), theirs))
+            ), many
 
 
 @distributed("data=2", "data=2,model=2")

@@ -131,25 +131,26 @@ def same_states(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> N
                 assert state._local_tensor.shape == mine._local_tensor.shape
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @distributed(*MESHES)
-def test_update_rules(mesh):
+def test_update_rules(mesh, kind):
     """All of torch.optim that update element by element, with a parameter that has no gradient at
     first, one without rows on some ranks, and plain ones in the same list.
     """
-    for kind, (ways, flags) in KINDS.items():
-        both = [{**way, **flag} for way in ways.values() for flag in flags]
-        # Lists take no tensor as a rate.
-        options = [o for o in both if not (o.get("foreach") and torch.is_tensor(o["lr"]))]
-        for option, dtype in itertools.product(options, (torch.float32, torch.bfloat16)):
-            # torch's fused SGD for bfloat16 computes vectors and the rest otherwise (on one device
-            # too): with momentum they differ by more than they are.
-            if dtype is torch.bfloat16 and "fused" in option and "momentum" in option:
-                continue
-            try:
-                compare_steps(mesh, kind, option, dtype)
-            except Exception as error:
-                error.add_note(f"{kind.__name__}, {option}, {dtype}")
-                raise
+    ways, flags = KINDS[kind]
+    both = [{**way, **flag} for way in ways.values() for flag in flags]
+    # Lists take no tensor as a rate.
+    options = [o for o in both if not (o.get("foreach") and torch.is_tensor(o["lr"]))]
+    for option, dtype in itertools.product(options, (torch.float32, torch.bfloat16)):
+        # torch's fused SGD for bfloat16 computes vectors and the rest otherwise (on one device
+        # too): with momentum they differ by more than they are.
+        if dtype is torch.bfloat16 and "fused" in option and "momentum" in option:
+            continue
+        try:
+            compare_steps(mesh, kind, option, dtype)
+        except Exception as error:
+            error.add_note(f"{option}, {dtype}")
+            raise
 
 
 def compare_steps(mesh, kind, options, dtype) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -247,17 +248,19 @@ def compare(mesh, kind, backward=True, rows=lambda step: 4):
     return model, reference
 
 
+@pytest.mark.parametrize("kind", [Recurrent, Recomputed, Pair, Spiking])
 @distributed(*MESHES)
-def test_hidden_states(mesh):
-    for kind in (Recurrent, Recomputed, Pair, Spiking):
-        model, reference = compare(mesh, kind)
-        programs = len(model._all_programs())
-        assert programs <= 3, (
-            programs
-        )  # without a state, with a whole one, with one as it is laid out
-        for _ in range(3):
-            close(model(batch(9)), reference(batch(9)))
-        assert len(model._all_programs()) == programs
+def test_hidden_states(mesh, kind):
+    model, reference = compare(mesh, kind)
+    programs = len(model._all_programs())
+    assert programs <= 3, programs  # without a state, with a whole one, with one as it is laid out
+    for _ in range(3):
+        close(model(batch(9)), reference(batch(9)))
+    assert len(model._all_programs()) == programs
+
+
+@distributed(*MESHES)
+def test_a_hidden_state_is_cut_and_begins_again(mesh):
     model, reference = compare(mesh, Recurrent)
     for m in (model, reference):  # truncated, then from the start again
         m.hidden = m.hidden.detach()
