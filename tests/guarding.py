@@ -56,6 +56,8 @@ EXPLORING = {
     "op_db": 1,
     "operand_orders": 1,
     "pasted": 1,
+    "precision::test_inductor": 0,
+    "processes::test_the_benchmark_runs": 0,
     "published_runs::test_an_estimate_is_that_of_the_table": 0,
     "random_programs": 1,
     "recompute": 1,
@@ -76,6 +78,7 @@ EXPLORING = {
     "waiting": 1,
     "window_programs": 1,
     "wire": 1,
+    "wire::test_the_link_carries_the_bytes_of_each_layout": 0,
 }
 
 

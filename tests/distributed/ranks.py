@@ -71,7 +71,8 @@ def distributed(
             file = inspect.unwrap(check).__code__.co_filename
             call = (file, check.__module__, check.__name__, mesh, arguments)
             ranks = (Ranks if alone else ranks_of)(size_of(mesh), group)
-            failure = ranks.run((*call, warning_filter), timeout)
+            with tempfile.TemporaryDirectory() as cache:  # rank 0 plans, as in a user's job
+                failure = ranks.run((*call, warning_filter, cache), timeout)
             if alone:
                 ranks.close()
             if failure.startswith(SKIPPED):
@@ -285,14 +286,20 @@ def load(file: str, name: str) -> Any:
     return sys.modules[name]
 
 
-def answer(file: str, name: str, check: str, mesh: str, arguments: dict, warning: str) -> str:
-    """Run a check; return the traceback of its failure."""
+def answer(
+    file: str, name: str, check: str, mesh: str, arguments: dict, warning: str, cache: str
+) -> str:
+    """Run a check; return the traceback of its failure.
+
+    cache: a folder for the plans of this check.
+    """
     import torch
 
     from torchgspmd import Mesh
 
     try:
         function = getattr(load(file, name), check)
+        os.environ["TORCHGSPMD_CACHE"] = cache
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         with warnings.catch_warnings():

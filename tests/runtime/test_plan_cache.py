@@ -90,6 +90,19 @@ class Recurrent(Net):
         return super().forward(self.process(self.cells(x)[0]))
 
 
+class ComparesLengths(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x):
+        y = self.up(x).relu()
+        if x.shape[0] > 40:
+            return y * 3
+        return y * 2 if x.shape[0] > 10 else y - 1
+
+
 @pytest.fixture(autouse=True)
 def one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHGSPMD_CACHE", str(tmp_path / "plans"))
@@ -356,6 +369,24 @@ def test_options_of_parallelize_are_in_the_key(planned):
     for count, parts in enumerate((1, 3), len(planned) + 1):  # for a model with a loss
         gspmd.parallelize(Mean(), gspmd.Mesh(data=1), microbatches=parts)(torch.ones(3, 4))
         assert len(planned) == count
+
+
+@pytest.mark.parametrize("again", [(4, 5, 11, 6, 50, 20), (60, 12, 30, 3, 7, 41)])
+def test_a_later_start_takes_the_branch_of_each_size(planned, again):
+    """A program is for one outcome of a comparison, and the next start may meet another first."""
+
+    def run(lengths):
+        model = gspmd.parallelize(ComparesLengths(), gspmd.Mesh(data=1))
+        for length in lengths:
+            x = torch.arange(4.0 * length).view(length, 4) / length
+            torch.testing.assert_close(model(x), ComparesLengths()(x))
+
+    first = (4, 5, 11, 6, 50, 20)
+    for _ in range(2):  # what the first imports is in the second's key
+        run(first)
+    count = len(planned)
+    run(again)
+    assert (len(planned) == count) == (again == first)
 
 
 def test_the_log_says_why_it_plans(caplog, monkeypatch):

@@ -105,11 +105,15 @@ class Captured:
             apply_writes(self.writes, outputs, arguments)
         return closed(tree, arguments) if self.opened else tree
 
-    def holds(self, leaves: Sequence[Any]) -> bool:
-        """Return whether the program is right for a call. leaves: of its arguments."""
+    def holds(self, leaves: Sequence[Any], shapes: Sequence[Sequence[int]] = ()) -> bool:
+        """Return whether the program is right for a call.
+
+        leaves: of its arguments. shapes: theirs, if some of its sizes are symbols.
+        """
         functions = self.run_guards and self.run_guards.functions
         return (
-            self.reads.hold()
+            (not shapes or self.dynamic.has_branches_of(shapes))
+            and self.reads.hold()
             and all(look.holds(leaves) for look in self.looks)
             and (functions is None or functions.hold())
         )

@@ -80,6 +80,11 @@ class ModuleCall(NamedTuple):
         return tuple(tuple(x.shape) for x in self.leaves if isinstance(x, Tensor))
 
     @property
+    def symbolic_shapes(self) -> Shapes:
+        """Return the tensors' shapes if some sizes are symbols in the program, else nothing."""
+        return self.shapes if self.sizes.dims else ()
+
+    @property
     def numbers(self) -> dict:
         """Return the varying numbers' present values."""
         return self.varying.now if self.varying else {}
@@ -151,9 +156,8 @@ class MeshModule(ModuleProxy):
             return self._plain_forward(*args, **kwargs)
         call = self._call(args, kwargs)
         try:
-            shapes = call.shapes if call.sizes.dims else ()
             program = self._program_for(
-                call.key, lambda: self._timed_build(call), call.leaves, shapes
+                call.key, lambda: self._timed_build(call), call.leaves, call.symbolic_shapes
             )
         except Stored:  # inputs of the call are others now
             return self.forward(*args, **kwargs)

@@ -206,8 +206,7 @@ class ModuleProxy(nn.Module):
         _refuse_transforms()
         programs = self._programs.setdefault(key, [])
         for program in programs:
-            captured = program.captured
-            if captured.holds(leaves) and (not shapes or captured.dynamic.has_branches_of(shapes)):
+            if program.captured.holds(leaves, shapes):
                 return program
         for program in self._all_programs():
             for source, value in program.captured.reads.changed():

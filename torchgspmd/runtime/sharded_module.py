@@ -259,6 +259,7 @@ class ShardedModule(MeshModule):
                 self._state,
                 self._identity(call, text),
                 lambda before_talk: self._plan_here(call, before_talk),
+                lambda plan: plan.captured.holds(call.leaves, call.symbolic_shapes),
             )
             tensors = self._tensors(call, plan.captured)
         except Exception as error:
@@ -318,6 +319,8 @@ class ShardedModule(MeshModule):
         options = {name: getattr(self, f"_{name}") for name in names.split()}
         options |= self._options.of_plan()
         options |= {"layout": repr(self._layout), "bound": self._bound()}
+        # A program for each outcome of what forward compares: a start meets them in one order.
+        options["before"] = len(self._programs.get(call.key, ()))
         try:
             return identity_of(self._model, self._mesh, text, options)
         except Unshareable as error:

@@ -50,14 +50,17 @@ def shared_plan(
     state: State,
     identity: Identity | str,
     plan_here: PlanHere,
+    holds: Callable[[Plan], bool],
 ) -> SharedPlan:
     """Return a call's plan. identity: a text says why the plan is for this rank alone.
 
     plan_here: plans in this process; it calls its argument before it communicates, so that the
-    other ranks do not wait for rank 0, but plan too.
+    other ranks do not wait for rank 0, but plan too. holds: whether a plan's guards hold for the
+    call, as it may compare sizes and values.
     """
+    receiver = _Receiver(model, groups, holds)
     if groups.rank == 0:
-        return _Sender(groups, model, state, plan_here).plan(identity)
+        return _Sender(receiver, state, plan_here).plan(identity)
     sent = broadcast_text(groups, None)
     if isinstance(identity, str):
         _log(model, identity)
@@ -69,7 +72,7 @@ def shared_plan(
             if call != identity.call:
                 raise Stale("the calls differ")
             identity.check_code(code)
-            return SharedPlan(_decode(text, model, groups), _checksum(text))
+            return SharedPlan(receiver.decode(text), _checksum(text))
         except Stale as stale:
             _log(model, f"of the plan of rank 0, {stale}")
     return SharedPlan(plan_here(_nothing))
@@ -94,14 +97,35 @@ def _nothing() -> None:
     """Do nothing: this rank has received rank 0's message."""
 
 
+class _Receiver(NamedTuple):
+    """A rank that takes a text's plan for a call."""
+
+    model: nn.Module
+    groups: ProcessGroups
+    holds: Callable[[Plan], bool]
+
+    @without_gc()
+    def decode(self, text: str) -> Plan:
+        """Return a text's plan.
+
+        Raises:
+            Stale: It is not for this process, or not for this call.
+        """
+        try:
+            plan = decode_plan(text, self.model, self.groups.mesh, Plan)
+        except Unshareable as error:
+            raise Stale(str(error)) from error
+        if not self.holds(plan):
+            raise Stale("the call takes another branch")
+        return plan
+
+
 class _Sender:
     """Rank 0, which sends exactly one message for a plan."""
 
-    def __init__(
-        self, groups: ProcessGroups, model: nn.Module, state: State, plan_here: PlanHere
-    ) -> None:
-        self.groups, self.model, self.state = groups, model, state
-        self.plan_here, self.has_sent = plan_here, False
+    def __init__(self, receiver: _Receiver, state: State, plan_here: PlanHere) -> None:
+        self.receiver, self.groups, self.model = receiver, receiver.groups, receiver.model
+        self.state, self.plan_here, self.has_sent = state, plan_here, False
 
     def plan(self, identity: Identity | str) -> SharedPlan:
         """Return the plan, and send it; nothing is sent if each rank has to plan."""
@@ -112,7 +136,7 @@ class _Sender:
             return self._alone(text.removeprefix(_NO_TEXT))
         if text is not None:
             try:
-                plan = _decode(text, self.model, self.groups)
+                plan = self.receiver.decode(text)
                 self._send(identity, text)
                 return SharedPlan(plan, _checksum(text))
             except Stale as stale:
@@ -182,19 +206,6 @@ def broadcast_text(groups: ProcessGroups, message: str | None) -> str | None:
     content = content.to(groups.checked_on)
     dist.broadcast(content, src=first, group=group)
     return message or content.cpu().numpy().tobytes().decode(errors="replace")
-
-
-@without_gc()
-def _decode(text: str, model: nn.Module, groups: ProcessGroups) -> Plan:
-    """Return a text's plan.
-
-    Raises:
-        Stale: It is not for this process.
-    """
-    try:
-        return decode_plan(text, model, groups.mesh, Plan)
-    except Unshareable as error:
-        raise Stale(str(error)) from error
 
 
 def packed(key: Identity, text: str) -> str:
