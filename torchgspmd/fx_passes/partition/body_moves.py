@@ -111,6 +111,7 @@ class FactorMove(Move):
             return False
         self.memory.counts[f"{self.name}_layouts"] += 1
         neighbors, values, costs = self.neighbors[body], self.values[body], self.search.costs
+        worklist = self.assignment.worklist
         self.assignment.begin_trial()
         self.search.force(
             body, axes, body.classes[factor_class] if factor_class is not None else {}
@@ -119,9 +120,10 @@ class FactorMove(Move):
         # Choices around a layout hardly save as much as the region sends now.
         limit = constants.give_up_share * sent if is_large else math.inf
         if other - cost < limit:
+            self.assignment.release()
             # Backwards, then forwards: a new layout spreads to operands as well as to users.
             for op in (*reversed(neighbors), *neighbors):
-                if self.assignment.sends_around(op):
+                if op.node in worklist and self.assignment.sends_around(op):
                     self.search.choose(op)
             other = costs.exact(neighbors, values)
         if other < cost:
