@@ -83,6 +83,8 @@ class Assignment:
         self.before_trial = self.version, self.window_costs
         # Values that changed since `hold`: whether their layout did, and its pending axes.
         self.held: dict[fx.Node, tuple[bool, bool]] | None = None
+        self.held_ops: list[fx.Node] = []  # operations that changed since `hold`
+        self.dropped: set[fx.Node] = set()  # values whose views changed in a trial
         self.sizes: dict[fx.Node, tuple[tuple[int, ...], int]] = {  # shape, bytes of an element
             v: (planned_shape(v), v.meta["val"].element_size()) for v in values(graph.nodes)
         }
@@ -127,6 +129,7 @@ class Assignment:
     def begin_trial(self) -> None:
         """Log every change from here on, for `undo_trial`. Few values change: no copy of all."""
         self.undo_log, self.before_trial = [], (self.version, self.window_costs)
+        self.dropped = set()
 
     def keep_trial(self) -> None:
         """End a trial, and keep its changes."""
@@ -146,12 +149,13 @@ class Assignment:
 
     def hold(self) -> None:
         """Touch no operation before `release`: nothing looks at neighborhoods until then."""
-        self.held = {}
+        self.held, self.held_ops = {}, []
 
     def release(self) -> None:
         """Touch the operations around all values that changed since `hold`, each once."""
         held, self.held = self.held, None
-        touched: set[fx.Node] = set()
+        touched = {*self.held_ops}
+        self.new_version()
         for value, (moved, pending) in (held or {}).items():
             touched |= self.neighbors[value]
             if moved:
@@ -179,9 +183,12 @@ class Assignment:
         if self.strategy_of.get(op.node) is not strategy:
             self._log(self.strategy_of, op.node)
             self.strategy_of[op.node] = strategy
-            self.new_version()
             # The strategy may be forced and not the cheapest; its neighborhood is as it was.
-            self._touch((op.node,), around=False)
+            if self.held is not None:
+                self.held_ops.append(op.node)
+            else:
+                self.new_version()
+                self._touch((op.node,), around=False)
         for value, spec in zip(op.results, strategy.results):
             if value is not None:
                 self.set_layout(value, spec)
@@ -198,14 +205,14 @@ class Assignment:
         if before != spec:
             self._log(self.layout_of, value)
             self.layout_of[value] = spec
-            self.new_version()
             # A new dict, as a trial gives the old one back.
             self.window_costs = {}
-            self._drop(self.view_cache, value)
+            self._drop_views(value)
             pending = before is None or before.pending != spec.pending
             if self.held is not None:
                 self.held[value] = True, pending or self.held.get(value, (True, False))[1]
                 return
+            self.new_version()
             self._touch(self._users_behind(value, pending))
 
     def require(self, value: fx.Node, user: fx.Node, operand: int, spec: ShardSpec) -> None:
@@ -215,11 +222,11 @@ class Assignment:
             self._log(self.required, value)
             # A new dict, as snapshots and trials share the old one.
             self.required[value] = uses | {(user, operand): spec}
-            self.new_version()
-            self._drop(self.view_cache, value)
+            self._drop_views(value)
             if self.held is not None:
                 self.held.setdefault(value, (False, False))
                 return
+            self.new_version()
             self._touch([node for node in self.neighbors[value] if node is not user])
 
     def new_version(self) -> None:
@@ -251,10 +258,12 @@ class Assignment:
             if around:
                 cached.pop(node, None)
 
-    def _drop(self, cache: dict, key: fx.Node) -> None:
+    def _drop_views(self, value: fx.Node) -> None:
         # Also one that is not there: a trial may cache an entry that is wrong after it.
-        self._log(cache, key)
-        cache.pop(key, None)
+        if self.undo_log is not None and value not in self.dropped:
+            self.dropped.add(value)
+            self._log(self.view_cache, value)
+        self.view_cache.pop(value, None)
 
     def _users_behind(
         self, value: fx.Node, pending: bool, depth: int | None = None

@@ -68,9 +68,12 @@ def values_around(ops: Iterable[Op]) -> Collection[fx.Node]:
     return dict.fromkeys(v for op in ops for v in (*op.operands, *op.results) if v is not None)
 
 
+ROUNDING = 1e-12  # Of a sum of costs: more than its terms are rounded by.
+
+
 def _rounding(cost: float) -> float:
     """Bound the rounding error in a sum of costs."""
-    return 1e-12 * abs(cost)
+    return ROUNDING * abs(cost)
 
 
 # A place in `Strategy.layouts`, for each layout there a lower bound for the moves, the operations
@@ -141,7 +144,7 @@ class CostModel:
                 continue
             bound = strategy.work - self.pending_bonus * strategy.pending
             # Rounded down, so that a sum in another order is never above the true cost.
-            bound -= _rounding(bound)
+            bound -= ROUNDING * abs(bound)
             for at, bounds, sharers, value, layouts in parts:
                 if bound >= least:
                     break
@@ -316,7 +319,8 @@ class CostModel:
 
     def work(self, ops: Collection[Op]) -> float:
         """Return the operations' arithmetic and memory traffic."""
-        return sum(self.assignment.strategy_of[op.node].work for op in ops)
+        strategy_of = self.assignment.strategy_of
+        return sum([strategy_of[op.node].work for op in ops])
 
     def traffic(self, ops: Collection[Op], values: Collection[fx.Node] | None = None) -> float:
         """Return the cost for all moves to operands and from results (`values`)."""

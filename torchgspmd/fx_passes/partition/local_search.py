@@ -193,7 +193,7 @@ class LocalSearch:
             # First among equals: an operation that gains nothing keeps its strategy, so searches
             # end.
             choice = self.costs.cheapest(op, candidates, neighborhood, current)
-            if any(strategy.pending for strategy in (*present, *candidates)):
+            if any([strategy.pending for strategy in (*present, *candidates)]):
                 choices[key] = choice
                 return choice
             choices[without_bonus] = choice
