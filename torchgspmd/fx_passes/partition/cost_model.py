@@ -170,14 +170,14 @@ class CostModel:
         Strategies, and neighborhoods, share many layouts: each is bounded once, without a search.
         """
         kinds, known = self.assignment.kinds, self.resharder.part_bounds
-        results = [
+        parts: list[_Part] = [
             (at, known.setdefault((kinds[value], uses), {}), 1, value, uses)
             for at, (value, uses) in enumerate(zip(op.results, neighborhood.required))
             if value is not None and uses
         ]
         # Without operands where their layouts are chosen later, and cost nothing.
         around = enumerate(zip(op.operands, neighborhood.operands), len(op.results))
-        return results + [
+        parts += [
             (
                 at,
                 known.setdefault((kinds[value], have.layouts, have.deferrable), {}),
@@ -187,6 +187,7 @@ class CostModel:
             )
             for at, (value, have) in around
         ]
+        return parts
 
     def _part_bound(self, value: fx.Node, around: _Around, layout: ShardSpec) -> float:
         """Return a lower bound to get an operand in a layout, or a result from it to its users."""
