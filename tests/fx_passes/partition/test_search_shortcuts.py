@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, Plan
@@ -78,3 +78,55 @@ def test_visits_where_nothing_is_sent_save_nothing(
     long = planned(seed)
     assert short.sent_bytes == long.sent_bytes
     assert short.counts["op_candidates"] < long.counts["op_candidates"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_release_touches_all_whose_neighborhood_changed(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial touches nothing until `release`, and then all at once."""
+    hold, release = Assignment.hold, Assignment.release
+    before: dict[fx.Node, object] = {}
+    changed = 0
+
+    def around(at: Assignment) -> dict[fx.Node, object]:
+        """What is around each operation, without the cache."""
+        cached, at.neighborhood_cache = at.neighborhood_cache, {}
+        found = {node: at.neighborhood(op) for node, op in at.ops.items()}
+        at.neighborhood_cache = cached
+        return found
+
+    def noted(self: Assignment) -> None:
+        before.update(around(self))
+        hold(self)
+
+    def checked(self: Assignment) -> None:
+        nonlocal changed
+        release(self)
+        for node, now in around(self).items():
+            assert self.neighborhood(self.ops[node]) is now  # nothing old is cached
+            if now is not before[node]:
+                changed += 1
+                assert node in self.worklist and self.stamps[node] == self.version
+
+    monkeypatch.setattr(Assignment, "hold", noted)
+    monkeypatch.setattr(Assignment, "release", checked)
+    planned(seed)
+    assert changed
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_traffic_in_memory_is_that_of_the_layouts(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic = CostModel.traffic
+
+    def checked(self, ops, values=None):
+        found, cached = traffic(self, ops, values), self.assignment.view_cache
+        self.assignment.view_cache = {}
+        assert found == traffic(self, ops, values)
+        self.assignment.view_cache = cached
+        return found
+
+    monkeypatch.setattr(CostModel, "traffic", checked)
+    assert planned(seed).sent_bytes

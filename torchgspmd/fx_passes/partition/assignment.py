@@ -11,72 +11,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from functools import cache
 
 from torch import fx
 
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import CARRY
-from ...shard_spec import Axes, ShardSpec
+from ...shard_spec import ShardSpec
 from ..ir import Op, Rules, has_one_use, operands_of, planned_shape, runs, values
 from .cost_constants import CostConstants
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Strategy:
-    """Operand and result layouts under an assignment of axes to factors.
-
-    Like operations share one object for equal strategies.
-    """
-
-    assignment: tuple[tuple[str, Axes], ...]
-    operands: tuple[ShardSpec, ...]
-    results: tuple[ShardSpec, ...]
-    work: float  # of one device, in bytes on the wire
-    pending: float = 0.0  # bytes of its results that are left pending
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OperandLayouts:
-    """The layouts in which an operand exists.
-
-    layouts: the first is the one that it is produced in.
-    sharers: how many operations share the cost of a new layout.
-    deferrable: axes over which the operand could be left pending.
-    """
-
-    layouts: tuple[ShardSpec, ...]
-    sharers: int
-    deferrable: Axes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Neighborhood:
-    """The layouts around an operation.
-
-    required: for each result the layouts in which it is used.
-    first: whether these are the propagated layouts, before any choice.
-    only_inputs: whether all operands are program inputs.
-    """
-
-    operands: tuple[OperandLayouts, ...]
-    required: tuple[tuple[ShardSpec, ...], ...]
-    first: bool
-    only_inputs: bool
-
-
-class Interner:
-    """Returns one object per content, so that caches compare identities. Pass all arguments."""
-
-    def __init__(self) -> None:
-        self.operand_layouts, self.neighborhood = cache(OperandLayouts), cache(Neighborhood)
-        self.kinds: dict[tuple, int] = {}
-
-    def kind(self, *value: object) -> int:
-        """Return a number that is equal for values with the same moves at the same cost."""
-        return self.kinds.setdefault(value, len(self.kinds))
-
+from .neighborhood import Interner, Neighborhood, OperandLayouts, Strategy
 
 _MISSING = object()  # the former value of a key that a table lacked
 
@@ -138,6 +81,10 @@ class Assignment:
         # A trial's changes, each as (table, key, former value); None outside of trials.
         self.undo_log: list[tuple[dict, object, object]] | None = None
         self.before_trial = self.version, self.window_costs
+        # Values that changed since `hold`: whether their layout did, and its pending axes.
+        self.held: dict[fx.Node, tuple[bool, bool]] | None = None
+        self.held_ops: list[fx.Node] = []  # operations that changed since `hold`
+        self.dropped: set[fx.Node] = set()  # values whose views changed in a trial
         self.sizes: dict[fx.Node, tuple[tuple[int, ...], int]] = {  # shape, bytes of an element
             v: (planned_shape(v), v.meta["val"].element_size()) for v in values(graph.nodes)
         }
@@ -149,6 +96,8 @@ class Assignment:
         for op in self.ops.values():
             for value in filter(None, (*op.operands, *op.results)):
                 self.neighbors[value].add(op.node)
+        # by value, whether its pending axes change, and the depth: see _users_behind
+        self.users_behind: dict[tuple[fx.Node, bool, int], frozenset[fx.Node]] = {}
         self.sharer_counts: dict[
             tuple[fx.Node, int | None], int
         ] = {}  # by value and key of operations
@@ -180,6 +129,7 @@ class Assignment:
     def begin_trial(self) -> None:
         """Log every change from here on, for `undo_trial`. Few values change: no copy of all."""
         self.undo_log, self.before_trial = [], (self.version, self.window_costs)
+        self.dropped = set()
 
     def keep_trial(self) -> None:
         """End a trial, and keep its changes."""
@@ -195,6 +145,22 @@ class Assignment:
             else:
                 table[key] = former
         self.version, self.window_costs = self.before_trial
+        self.held = None
+
+    def hold(self) -> None:
+        """Touch no operation before `release`: nothing looks at neighborhoods until then."""
+        self.held, self.held_ops = {}, []
+
+    def release(self) -> None:
+        """Touch the operations around all values that changed since `hold`, each once."""
+        held, self.held = self.held, None
+        touched = {*self.held_ops}
+        self.new_version()
+        for value, (moved, pending) in (held or {}).items():
+            touched |= self.neighbors[value]
+            if moved:
+                touched |= self._users_behind(value, pending)
+        self._touch(touched)
 
     def _log(self, table: dict, key: object) -> None:
         """Log an entry that is about to change."""
@@ -217,8 +183,12 @@ class Assignment:
         if self.strategy_of.get(op.node) is not strategy:
             self._log(self.strategy_of, op.node)
             self.strategy_of[op.node] = strategy
-            self.new_version()
-            self._stamp(op.node)  # The strategy may be forced and not the cheapest.
+            # The strategy may be forced and not the cheapest; its neighborhood is as it was.
+            if self.held is not None:
+                self.held_ops.append(op.node)
+            else:
+                self.new_version()
+                self._touch((op.node,), around=False)
         for value, spec in zip(op.results, strategy.results):
             if value is not None:
                 self.set_layout(value, spec)
@@ -235,11 +205,15 @@ class Assignment:
         if before != spec:
             self._log(self.layout_of, value)
             self.layout_of[value] = spec
-            self.new_version()
             # A new dict, as a trial gives the old one back.
             self.window_costs = {}
-            self._drop(self.view_cache, value)
-            self._touch_users(value, before is None or before.pending != spec.pending)
+            self._drop_views(value)
+            pending = before is None or before.pending != spec.pending
+            if self.held is not None:
+                self.held[value] = True, pending or self.held.get(value, (True, False))[1]
+                return
+            self.new_version()
+            self._touch(self._users_behind(value, pending))
 
     def require(self, value: fx.Node, user: fx.Node, operand: int, spec: ShardSpec) -> None:
         """Set the layout in which a user needs a value."""
@@ -248,11 +222,12 @@ class Assignment:
             self._log(self.required, value)
             # A new dict, as snapshots and trials share the old one.
             self.required[value] = uses | {(user, operand): spec}
+            self._drop_views(value)
+            if self.held is not None:
+                self.held.setdefault(value, (False, False))
+                return
             self.new_version()
-            self._drop(self.view_cache, value)
-            for node in self.neighbors[value]:
-                if node is not user:
-                    self._touch(node)
+            self._touch([node for node in self.neighbors[value] if node is not user])
 
     def new_version(self) -> None:
         """Record that something changed that decisions depend on."""
@@ -262,36 +237,55 @@ class Assignment:
         """Return the last version in which any of these operations changed, or their neighbors."""
         return max(map(self.stamps.__getitem__, nodes))
 
-    def _touch(self, node: fx.Node) -> None:
-        """Put an operation on the worklist; its neighborhood changed."""
-        self._stamp(node)
-        self._drop(self.neighborhood_cache, node)
+    def _touch(self, nodes: Iterable[fx.Node], around: bool = True) -> None:
+        """Put operations on the worklist: they changed or, with `around`, their neighborhoods."""
+        stamps, cached, version, log = (
+            self.stamps,
+            self.neighborhood_cache,
+            self.version,
+            self.undo_log,
+        )
+        for node in nodes:
+            if log is not None:
+                # Once in a trial is enough: `undo_trial` brings back the first entry.
+                if stamps[node] <= self.before_trial[0]:
+                    log.append((stamps, node, stamps[node]))
+                    log.append((cached, node, cached.get(node, _MISSING)))
+                if node not in self.worklist:
+                    log.append((self.worklist, node, _MISSING))
+            stamps[node] = version
+            self.worklist[node] = None
+            if around:
+                cached.pop(node, None)
 
-    def _stamp(self, node: fx.Node) -> None:
-        self._log(self.stamps, node)
-        self.stamps[node] = self.version
-        self._log(self.worklist, node)
-        self.worklist[node] = None
-
-    def _drop(self, cache: dict, key: fx.Node) -> None:
+    def _drop_views(self, value: fx.Node) -> None:
         # Also one that is not there: a trial may cache an entry that is wrong after it.
-        self._log(cache, key)
-        cache.pop(key, None)
+        if self.undo_log is not None and value not in self.dropped:
+            self.dropped.add(value)
+            self._log(self.view_cache, value)
+        self.view_cache.pop(value, None)
 
-    def _touch_users(self, value: fx.Node, pending: bool, depth: int | None = None) -> None:
-        """Touch all operations that decide by a value's layout.
+    def _users_behind(
+        self, value: fx.Node, pending: bool, depth: int | None = None
+    ) -> frozenset[fx.Node]:
+        """Return all operations that decide by a value's layout.
 
         These are its users, and the users behind row moves. With `pending` (the pending axes
         changed) also those behind linear operations.
         """
         depth = self.pending_depth if depth is None else depth
-        for user in (*value.users, *self.carries.get(value, ())):
-            op = self.ops.get(user)
-            if op is not None:
-                self._touch(user)
-                if depth and (pending and op.rule.linear or op.rule.moves):
-                    for result in filter(None, op.results):
-                        self._touch_users(result, pending, depth - 1)
+        key = value, pending, depth
+        if key not in self.users_behind:
+            found: set[fx.Node] = set()
+            for user in (*value.users, *self.carries.get(value, ())):
+                op = self.ops.get(user)
+                if op is not None:
+                    found.add(user)
+                    if depth and (pending and op.rule.linear or op.rule.moves):
+                        for result in filter(None, op.results):
+                            found |= self._users_behind(result, pending, depth - 1)
+            self.users_behind[key] = frozenset(found)
+        return self.users_behind[key]
 
     # ------------------------------------------------------------------------------- neighborhoods
 
@@ -301,8 +295,8 @@ class Assignment:
         if neighborhood is None or first:
             neighborhood = self.new_neighborhood(
                 op,
-                tuple(self.operand_layouts(v, op, first) for v in op.operands),
-                tuple(self.required_layouts(v, first) for v in op.results),
+                tuple([self.operand_layouts(v, op, first) for v in op.operands]),
+                tuple([self.required_layouts(v, first) for v in op.results]),
                 first,
             )
             if not first:
@@ -329,14 +323,11 @@ class Assignment:
             return self.interner.operand_layouts(layouts, self.sharers(value, op), ())
         views = self.view_cache.setdefault(value, {})
         if (view := views.get(op.node)) is None:
-            others = (
-                spec
-                for (user, _), spec in self.required.get(value, {}).items()
-                if user is not op.node
-            )
-            view = views[op.node] = self.interner.operand_layouts(
-                tuple(dict.fromkeys((self.layout_of[value], *others))), 1, ()
-            )
+            layouts = {self.layout_of[value]: None}
+            for (user, _), spec in self.required.get(value, {}).items():
+                if user is not op.node:
+                    layouts[spec] = None
+            view = views[op.node] = self.interner.operand_layouts(tuple(layouts), 1, ())
         if op.rule.joins:
             near = {
                 axis
@@ -370,12 +361,13 @@ class Assignment:
     def sends_around(self, op: Op) -> bool:
         """Return whether an operand or a result of an operation is moved to another layout."""
         strategy = self.strategy_of[op.node]
-        return any(
-            self.layout_of[v] is not need for v, need in zip(op.operands, strategy.operands)
-        ) or any(
-            v is not None and self.required_layouts(v, False) not in ((), (layout,))
-            for v, layout in zip(op.results, strategy.results)
-        )
+        for value, need in zip(op.operands, strategy.operands):
+            if self.layout_of[value] is not need:
+                return True
+        for value, layout in zip(op.results, strategy.results):
+            if (uses := self.required_layouts(value, False)) and uses != (layout,):
+                return True
+        return False
 
     def sharers(self, value: fx.Node, op: Op) -> int:
         """Count the operations like this one that use a value."""

@@ -25,7 +25,7 @@ class FactorMove(Move):
         super().__init__(search)
         self.class_numbers: dict[tuple[Body, int | None], int] = {}
         # body -> the index in its classes, for those that many operations have
-        self.places: dict[Body, dict[tuple[fx.Node, str | None], int]] = {}
+        self.places: dict[Body, dict[fx.Node, dict[str | int | None, int]]] = {}
         # body -> its stamp, and the options then
         self.option_lists: dict[Body, tuple[int, list[tuple[str, int | None]]]] = {}
         # body -> the stamp of its neighbors and the bonus, and the number of the situation then
@@ -66,23 +66,23 @@ class FactorMove(Move):
     def _new_axis_options(self, body: Body) -> list[tuple[str, int | None]]:
         options: dict[tuple[str, int | None], None] = {}
         if (place := self.places.get(body)) is None:
-            place = self.places[body] = {
-                (node, factor): i
-                for i, factors in enumerate(body.classes)
-                if len(factors) >= self.constants.min_share * len(body.ops)
-                for node, factor in factors.items()
-            }
+            place = self.places[body] = {node: {} for node in body.nodes}
+            for i, factors in enumerate(body.classes):
+                if len(factors) >= self.constants.min_share * len(body.ops):
+                    for node, factor in factors.items():
+                        place[node][factor] = i
         for op in body.ops:
             have = {
                 axis: factor
                 for factor, axes in self.assignment.strategy_of[op.node].assignment
                 for axis in axes
             }
-            neighborhood = self.assignment.neighborhood(op)
+            neighborhood, classes = self.assignment.neighborhood(op), place[op.node]
             for axis, targets in self.strategies.options(op, neighborhood).items():
+                present = have.get(axis)
                 for target in targets:
-                    if target != have.get(axis) and (target is None or (op.node, target) in place):
-                        options[axis, place.get((op.node, target))] = None
+                    if target != present and (target is None or target in classes):
+                        options[axis, classes.get(target)] = None
         return list(options)
 
     def try_layout(
@@ -111,6 +111,7 @@ class FactorMove(Move):
             return False
         self.memory.counts[f"{self.name}_layouts"] += 1
         neighbors, values, costs = self.neighbors[body], self.values[body], self.search.costs
+        worklist = self.assignment.worklist
         self.assignment.begin_trial()
         self.search.force(
             body, axes, body.classes[factor_class] if factor_class is not None else {}
@@ -119,9 +120,10 @@ class FactorMove(Move):
         # Choices around a layout hardly save as much as the region sends now.
         limit = constants.give_up_share * sent if is_large else math.inf
         if other - cost < limit:
+            self.assignment.release()
             # Backwards, then forwards: a new layout spreads to operands as well as to users.
             for op in (*reversed(neighbors), *neighbors):
-                if self.assignment.sends_around(op):
+                if op.node in worklist and self.assignment.sends_around(op):
                     self.search.choose(op)
             other = costs.exact(neighbors, values)
         if other < cost:

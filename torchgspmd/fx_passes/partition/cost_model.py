@@ -21,8 +21,9 @@ from ...shard_spec import ShardSpec
 from ..ir import Op, runs
 from ..propagate.factors import Assignment as Factors
 from ..propagate.factors import layouts_behind
-from .assignment import Assignment, Neighborhood, OperandLayouts, Strategy
+from .assignment import Assignment
 from .cost_constants import CostConstants
+from .neighborhood import Neighborhood, OperandLayouts, Strategy
 from .regions import Region
 from .reshard import Resharder
 
@@ -67,13 +68,18 @@ def values_around(ops: Iterable[Op]) -> Collection[fx.Node]:
     return dict.fromkeys(v for op in ops for v in (*op.operands, *op.results) if v is not None)
 
 
+ROUNDING = 1e-12  # Of a sum of costs: more than its terms are rounded by.
+
+
 def _rounding(cost: float) -> float:
     """Bound the rounding error in a sum of costs."""
-    return 1e-12 * abs(cost)
+    return ROUNDING * abs(cost)
 
 
-# A value, the layouts around it, and for each layout of its own a lower bound for the moves.
-_Part = tuple[fx.Node, "OperandLayouts | tuple[ShardSpec, ...]", dict[ShardSpec, float]] | None
+# A place in `Strategy.layouts`, for each layout there a lower bound for the moves, the operations
+# that share these, the value, and the layouts around it.
+_Around = OperandLayouts | tuple[ShardSpec, ...]
+_Part = tuple[int, dict[ShardSpec, float], int, fx.Node, _Around]
 OperandWindows = dict[tuple[fx.Node, ShardSpec], tuple[ShardSpec, ...] | None]
 
 
@@ -102,7 +108,7 @@ class CostModel:
         for value, layout, uses in zip(op.results, strategy.results, neighborhood.required):
             if cost >= limit:
                 return cost
-            if value is not None:
+            if value is not None and uses and uses != (layout,):
                 cost += self._distribution_cost(value, layout, uses, limit - cost)
         for value, have, need in zip(op.operands, neighborhood.operands, strategy.operands):
             if cost >= limit:
@@ -134,9 +140,18 @@ class CostModel:
         best, least = first, self.cost(op, first, neighborhood)
         parts, bounded = self._bounded_parts(op, neighborhood), []
         for i, strategy in enumerate(strategies):
-            if strategy is not first and (
-                (bound := self._at_least(strategy, parts, least)) < least
-            ):
+            if strategy is first:
+                continue
+            bound = strategy.work - self.pending_bonus * strategy.pending
+            # Rounded down, so that a sum in another order is never above the true cost.
+            bound -= ROUNDING * abs(bound)
+            for at, bounds, sharers, value, layouts in parts:
+                if bound >= least:
+                    break
+                if (part := bounds.get(layout := strategy.layouts[at])) is None:
+                    part = bounds[layout] = self._part_bound(value, layouts, layout)
+                bound += part / sharers
+            if bound < least:
                 bounded.append((bound, i, strategy))
         bounded.sort(key=itemgetter(0, 1))
         for bound, i, strategy in bounded:
@@ -152,44 +167,35 @@ class CostModel:
     def _bounded_parts(self, op: Op, neighborhood: Neighborhood) -> list[_Part]:
         """Return the values around an operation, each with the bounds known for its layouts.
 
-        Strategies, and neighborhoods, share many layouts: each is bounded once.
+        Strategies, and neighborhoods, share many layouts: each is bounded once, without a search.
         """
         kinds, known = self.assignment.kinds, self.resharder.part_bounds
-        around = itertools.chain(
-            zip(op.results, neighborhood.required), zip(op.operands, neighborhood.operands)
-        )
-        return [
-            (value, layouts, known.setdefault((kinds[value], layouts), {}))
-            if value is not None and layouts
-            else None
-            for value, layouts in around
+        parts: list[_Part] = [
+            (at, known.setdefault((kinds[value], uses), {}), 1, value, uses)
+            for at, (value, uses) in enumerate(zip(op.results, neighborhood.required))
+            if value is not None and uses
         ]
+        # Without operands where their layouts are chosen later, and cost nothing.
+        around = enumerate(zip(op.operands, neighborhood.operands), len(op.results))
+        parts += [
+            (
+                at,
+                known.setdefault((kinds[value], have.layouts, have.deferrable), {}),
+                have.sharers,
+                value,
+                have,
+            )
+            for at, (value, have) in around
+        ]
+        return parts
 
-    def _at_least(self, strategy: Strategy, parts: list[_Part], limit: float) -> float:
-        """Bound `cost` from below, without a search; may return early with any value >= limit."""
-        cost = strategy.work - self.pending_bonus * strategy.pending
-        # Rounded down, so that a sum in another order is never above the true cost.
-        cost -= _rounding(cost)
-        layouts = itertools.chain(strategy.results, strategy.operands)
-        for part, layout in zip(parts, layouts):
-            if cost >= limit:
-                return cost
-            if part is not None:
-                if (bound := part[2].get(layout)) is None:
-                    bound = part[2][layout] = self._part_bound(part[0], part[1], layout)
-                cost += bound
-        return cost
-
-    def _part_bound(
-        self, value: fx.Node, around: OperandLayouts | tuple[ShardSpec, ...], layout: ShardSpec
-    ) -> float:
+    def _part_bound(self, value: fx.Node, around: _Around, layout: ShardSpec) -> float:
         """Return a lower bound to get an operand in a layout, or a result from it to its users."""
         if not isinstance(around, OperandLayouts):
             return self._distribution_bound(value, layout, around)
         if layout in around.layouts:
             return 0.0
-        layouts = self._deferred(around, layout)
-        return self._nearest_bound(value, layouts, layout) / around.sharers
+        return self._nearest_bound(value, self._deferred(around, layout), layout)
 
     def _distribution_bound(
         self, value: fx.Node, layout: ShardSpec, uses: Iterable[ShardSpec]
@@ -214,7 +220,9 @@ class CostModel:
         self, value: fx.Node, have: OperandLayouts, need: ShardSpec, limit: float
     ) -> float:
         """Return the cost for one more layout of an operand. limit: see `cost`."""
-        costs, key = self.resharder.transports, (self.assignment.kinds[value], have, need)
+        # Sums aside, how an operand could be left does not matter.
+        around = (have.layouts, have.deferrable) if need.pending else have.layouts
+        costs, key = self.resharder.transports, (self.assignment.kinds[value], around, need)
         if (cost := costs.get(key)) is None:
             cost = self._nearest_cost(value, self._deferred(have, need), need, limit)
             # Below the limit it is exact. Windows may be computed from operands.
@@ -312,17 +320,33 @@ class CostModel:
 
     def work(self, ops: Collection[Op]) -> float:
         """Return the operations' arithmetic and memory traffic."""
-        return sum(self.assignment.strategy_of[op.node].work for op in ops)
+        strategy_of = self.assignment.strategy_of
+        return sum([strategy_of[op.node].work for op in ops])
 
     def traffic(self, ops: Collection[Op], values: Collection[fx.Node] | None = None) -> float:
         """Return the cost for all moves to operands and from results (`values`)."""
-        return sum(map(self._transport, values_around(ops) if values is None else values))
+        views, resharder = self.assignment.view_cache, self.resharder
+        costs = [
+            (value, views.get(value, {}).get(resharder))
+            for value in (values_around(ops) if values is None else values)
+        ]
+        return sum([self._transport(v) if cost is None else cost for v, cost in costs])
 
     def _transport(self, value: fx.Node) -> float:
         """Return the cost to move a value from its operation to all its users."""
         at = self.assignment
-        layout, uses = at.layout_of[value], at.required_layouts(value, False)
-        return 0.0 if uses in ((), (layout,)) else self._distribution_cost(value, layout, uses)
+        views = at.view_cache.setdefault(value, {})
+        if (cost := views.get(self.resharder)) is None:
+            layout, uses = at.layout_of[value], at.required_layouts(value, False)
+            if uses in ((), (layout,)):
+                cost = 0.0
+            else:
+                cost = self._distribution_cost(value, layout, uses)
+                # Windows may be computed from operands, whose layouts change by themselves.
+                if any(spec.windows for spec in uses):
+                    return cost
+            views[self.resharder] = cost
+        return cost
 
     def gathers(self, axis: str) -> float:
         """Return the cost for all moves after which an axis no longer shards a value."""

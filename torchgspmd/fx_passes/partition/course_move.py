@@ -154,3 +154,4 @@ class CourseMove(Move):
         for value, spec in specs.items():
             self.assignment.set_layout(value, spec)
         self.search.force(course, (axis,), factors)
+        self.assignment.release()

@@ -18,9 +18,10 @@ from torch import fx
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..ir import Op, Rules
-from .assignment import Assignment, Strategy
+from .assignment import Assignment
 from .cost_constants import CostConstants
 from .cost_model import CostModel, arithmetic
+from .neighborhood import Strategy
 from .search_memory import SearchMemory, situation
 from .strategies import marked
 

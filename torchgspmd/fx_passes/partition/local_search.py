@@ -18,8 +18,9 @@ from torch import fx
 
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
-from .assignment import Assignment, Neighborhood, Strategy
+from .assignment import Assignment
 from .cost_model import CostModel
+from .neighborhood import Neighborhood, Strategy
 from .regions import Body, Region
 from .search_memory import Excess, SearchMemory
 
@@ -192,7 +193,7 @@ class LocalSearch:
             # First among equals: an operation that gains nothing keeps its strategy, so searches
             # end.
             choice = self.costs.cheapest(op, candidates, neighborhood, current)
-            if any(strategy.pending for strategy in (*present, *candidates)):
+            if any([strategy.pending for strategy in (*present, *candidates)]):
                 choices[key] = choice
                 return choice
             choices[without_bonus] = choice
@@ -200,16 +201,23 @@ class LocalSearch:
         return choices[key]
 
     def force(self, body: Body, axes: Axes, factors: Mapping[fx.Node, str]) -> None:
-        """Assign the best strategies in which axes shard these factors, or no factor."""
+        """Assign the best strategies in which axes shard these factors, or no factor.
+
+        The caller has to release the assignment before anything looks at neighborhoods.
+        """
         at, inside, leaving = self.assignment, {*body.nodes}, body.leaving
+        at.hold()
         for op in body.ops:
             if factors.get(op.node) in op.rule.replicated:
                 continue
+            around = [at.operand_layouts(v, op) for v in op.operands]
             operands = tuple(
-                self.memory.interner.operand_layouts(
-                    have.layouts, at.sharers(v, op), have.deferrable
-                )
-                for v, have in ((v, at.operand_layouts(v, op)) for v in op.operands)
+                [
+                    self.memory.interner.operand_layouts(
+                        have.layouts, at.sharers(v, op), have.deferrable
+                    )
+                    for v, have in zip(op.operands, around)
+                ]
             )
             required = tuple(
                 # Uses within the body are about to change: only those outside bind its results.

@@ -21,7 +21,7 @@ from torch import fx
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..ir import Rules
-from .assignment import Assignment, Strategy
+from .assignment import Assignment
 from .body_moves import BodyMove, ThreadMove
 from .cost_constants import CostConstants, SearchCounts
 from .cost_model import CostModel
@@ -29,6 +29,7 @@ from .course_move import CourseMove
 from .explain_costs import Decisions
 from .insert_collectives import insert_collectives
 from .local_search import Cotangents, Ends, LocalSearch, Row, Storable
+from .neighborhood import Strategy
 from .search_memory import Memories, SearchMemory, Solution, Solutions, situation
 from .small_moves import ChainMove, EarlySumMove, InputMove, MessageMove, OperationMove, SumMove
 from .strategies import marked

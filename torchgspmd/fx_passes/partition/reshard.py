@@ -21,7 +21,7 @@ from ...layout.mesh import Mesh
 from ...layout.open_sizes import is_whole, nests
 from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants, SearchCounts, no_counts
-from .reshard_pattern import Instance, Pattern, PatternSolution, instance, solve
+from .reshard_pattern import Pattern, PatternSolution, instance, solve
 from .reshard_search import at_least, on_average, step_cost
 
 Path = tuple[float, tuple[Step, ...]]  # cost, steps
@@ -112,7 +112,6 @@ class Resharder:
         # (Interner.kind) and these; and lower bounds for that, by the one layout.
         self.transports: dict[tuple, float] = {}
         self.part_bounds: dict[tuple, dict[ShardSpec, float]] = {}
-        self.instances: dict[ReshardKey, Instance] = {}
         self.patterns: set[Pattern] = set()  # those that are counted
 
     def cost(
@@ -148,7 +147,7 @@ class Resharder:
         # Slicing sends nothing: the frequent case needs no search, and has no fee.
         if self._slices(shape, before, after) is not None:
             return 0.0
-        each = self._instance((shape, itemsize, before, after))
+        each = instance(self.mesh, shape, itemsize, before, after)
         return each.cost(self._solution(each.pattern))
 
     def at_least(
@@ -200,7 +199,7 @@ class Resharder:
         elif key not in self.paths:
             steps = self._slices(shape, before, after)
             if steps is None:
-                each = self._instance(key)
+                each = instance(self.mesh, *key)
                 solution = self._solution(each.pattern)
                 steps = tuple(each.steps(solution, self.constants))
             self.paths[key] = self._path(steps)
@@ -208,12 +207,6 @@ class Resharder:
 
     def _path(self, steps: tuple[Step, ...]) -> Path:
         return sum(step_cost(step, self.constants) for step in steps if step.collective), steps
-
-    def _instance(self, key: ReshardKey) -> Instance:
-        """Return a reshard as an instance of its pattern, cached."""
-        if (each := self.instances.get(key)) is None:
-            each = self.instances[key] = instance(self.mesh, *key)
-        return each
 
     def _solution(self, pattern: Pattern) -> PatternSolution:
         """Return a pattern's steps; its work is counted once per search memory."""

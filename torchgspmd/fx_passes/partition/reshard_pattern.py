@@ -147,6 +147,7 @@ def _mesh(sizes: tuple[int, ...]) -> Mesh:
     return Mesh(**{f"p{i}": n for i, n in enumerate(sizes)})
 
 
+@lru_cache(maxsize=MAX_PATTERNS)
 def instance(
     mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
 ) -> Instance:

@@ -11,8 +11,9 @@ from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..ir import values
 from ..propagate.factors import Crowded, crowded
-from .assignment import Assignment, Interner, Strategy
+from .assignment import Assignment
 from .cost_constants import CostConstants, no_counts
+from .neighborhood import Interner, Strategy
 from .reshard import PricedResharder, Resharder
 from .strategies import Strategies, marked
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ...layout.mesh import Mesh
-from ...rules import FactorRule
 from ...rules.notation import Dims
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
@@ -28,12 +27,13 @@ from ..propagate.factors import (
     project,
     result_pending,
 )
-from .assignment import Neighborhood, OperandLayouts, Strategy
 from .cost_constants import CostConstants
 from .cost_model import local_bytes, work
+from .neighborhood import Neighborhood, OperandLayouts, Strategy, Terms
 from .regions import divides_all, neighboring_parts, pieces
 
 Start = tuple[tuple[str, str | int | None], ...]  # axis, what it does in a layout
+Requests = list[tuple[str, dict[str | int, None]]]  # what a layout gives its axes to do
 V = TypeVar("V")
 Entries = tuple[tuple[str, V], ...]
 Choice = tuple[Entries[Axes], Entries[int]]  # by factor; the group that a pending axis goes through
@@ -44,16 +44,20 @@ class Strategies:
 
     def __init__(self, mesh: Mesh, crowded: Crowded, constants: CostConstants) -> None:
         self.mesh, self.crowded, self.constants = mesh, crowded, constants
+        self.long_axes = tuple(name for name, size in mesh.axes if size > 1)
+        self.has_parts = bool(neighboring_parts(mesh))
         self.single_axes, self.piece_count = tuple((a,) for a in mesh.names), len(pieces(mesh))
         self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and choice
         # by operation and whether it is its first choice; None where a device has no row
         self.roomy_strategies: dict[tuple, dict[Choice, Strategy | None]] = {}
         self.choice_cache: dict[tuple, list[Choice]] = {}  # by options and starts
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
-        self.takes_sums: dict[tuple, bool] = {}  # whether any of a list has a pending operand
+        self.terms: dict[tuple, set[Terms]] = {}  # of the strategies in such a list
+        # by operation, operand and layout: the whole axes that shard a summed factor
+        self.summed_axes: dict[tuple, frozenset[str]] = {}
         self.piece_cache: dict[tuple, tuple[Axes, ...]] = {}  # by operation and neighborhood
-        # by operation, place of a tensor, its layout, and whether it is the first choice
-        self.requests: dict[tuple, list[tuple[str, dict[str | int, None]]]] = {}
+        # by operation, and whether it is the first choice: for each tensor, by its layout
+        self.requests: dict[tuple, tuple[dict[ShardSpec, Requests], ...]] = {}
         self.option_cache: dict[tuple, dict[str, tuple]] = {}  # by operation and neighborhood
 
     def candidates(
@@ -84,11 +88,11 @@ class Strategies:
                 for each in tries
             )
             self.lists[key] = next(filter(None, found), [])
-            self.takes_sums[key] = any(need.pending for s in self.lists[key] for need in s.operands)
-        if not self.takes_sums[key]:
-            return self.lists[key]
+            self.terms[key] = {s.terms for s in self.lists[key] if s.terms}
+        strategies, around = self.lists[key], neighborhood.operands
         # Not cached: the same list serves neighborhoods whose operands can or cannot be pending.
-        return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
+        lacking = {terms for terms in self.terms[key] if not _has_terms(terms, around)}
+        return [s for s in strategies if s.terms not in lacking] if lacking else strategies
 
     def _strategies(
         self, op: Op, first: bool, options: dict[Axes, tuple], starts: tuple[Start, ...]
@@ -120,28 +124,32 @@ class Strategies:
 
         A string is a factor, an integer a group of linear operands, None nothing.
         """
-        key = (op.key, neighborhood)
+        # Neither the sharers nor what could be left pending matters here.
+        around: list[tuple[ShardSpec, ...]] = [have.layouts for have in neighborhood.operands]
+        around += neighborhood.required
+        key = (op.key, neighborhood.first, neighborhood.only_inputs, *around)
         if key not in self.option_cache:
             self.option_cache[key] = self._options(op, neighborhood)
         return self.option_cache[key]
 
     def _options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
         rule, available, required = op.rule, neighborhood.operands, neighborhood.required
-        options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
+        options: dict[str, dict] = {name: {None: None} for name in self.long_axes}
         tensors = [
-            *zip(rule.operands, (a.layouts for a in available)),
+            *zip(rule.operands, [have.layouts for have in available]),
             *zip(rule.results, required),
         ]
-        for i, (dims, specs) in enumerate(tensors):
+        if (known := self.requests.get((op.key, neighborhood.first))) is None:
+            known = self.requests[op.key, neighborhood.first] = tuple({} for _ in tensors)
+        for (dims, specs), requests in zip(tensors, known):
             for spec in specs:
-                key = (op.key, i, spec, neighborhood.first)
-                if key not in self.requests:
-                    self.requests[key] = [*self._requests(op, dims, spec, neighborhood.first)]
-                for axis, targets in self.requests[key]:
+                if spec not in requests:
+                    requests[spec] = [*self._requests(op, dims, spec, neighborhood.first)]
+                for axis, targets in requests[spec]:
                     options[axis].update(targets)
         if rule.contraction:
             # Where tensors disagree, or inputs are summed over, a third factor may be best.
-            disputed = set() if neighborhood.first else self._disputed_axes(rule, available)
+            disputed = set() if neighborhood.first else self._disputed_axes(op, available)
             for axis, targets in options.items():
                 if (
                     axis in disputed
@@ -178,26 +186,28 @@ class Strategies:
         piece = next(piece for piece in pieces(self.mesh) if axis in piece)
         return len(piece) == 1 or not divides_all(self.mesh, piece, op.rule.sizes.values())
 
-    def _disputed_axes(self, rule: FactorRule, available: Sequence[OperandLayouts]) -> set[str]:
+    def _disputed_axes(self, op: Op, available: Sequence[OperandLayouts]) -> frozenset[str]:
         """Return the whole axes that shard a summed factor in one operand and not in another."""
-        sides = [
-            {
+        sides = [self._summed_axes(op, i, have.layouts[0]) for i, have in enumerate(available)]
+        return frozenset().union(*sides) - sides[0].intersection(*sides)
+
+    def _summed_axes(self, op: Op, i: int, spec: ShardSpec) -> frozenset[str]:
+        """Return the whole axes that shard a summed factor in an operand."""
+        key = op.key, i, spec
+        if key not in self.summed_axes:
+            factors = project(op.rule.operands[i], spec, op.rule.sizes, self.mesh)
+            self.summed_axes[key] = frozenset(
                 axis
-                for factor, axes in project(dims, have.layouts[0], rule.sizes, self.mesh).items()
-                if factor in rule.reduce
+                for factor, axes in factors.items()
+                if factor in op.rule.reduce
                 for axis in axes
-            }
-            for dims, have in zip(rule.operands, available)
-        ]
-        return {
-            axis
-            for axis in set.union(*sides) - set.intersection(*sides)
-            if self.mesh.whole((axis,))
-        }
+                if self.mesh.whole((axis,))
+            )
+        return self.summed_axes[key]
 
     def _pieces(self, op: Op, neighborhood: Neighborhood) -> tuple[Axes, ...]:
         """Return the axes, together those that an operation has no reason to take apart."""
-        if not neighboring_parts(self.mesh):
+        if not self.has_parts:
             return self.single_axes
         rule, around = op.rule, neighborhood.operands
         fuses = any(len(names) > 1 for dims in (*rule.operands, *rule.results) for names in dims)
@@ -278,15 +288,20 @@ def _assignments(options: dict[Axes, tuple], starts: Sequence[Start]) -> Iterato
     """Yield all choices; if several pieces shard one factor, every order of them."""
     for targets in _targets(options, starts):
         factors: dict[str, tuple[Axes, ...]] = {}
-        through: dict[str, int] = {}
+        through: list[tuple[str, int]] = []
+        is_shared = False
         for piece, target in zip(options, targets):
             if isinstance(target, str):
+                is_shared = is_shared or target in factors
                 factors[target] = (*factors.get(target, ()), piece)
             elif isinstance(target, int):
-                through |= {axis: target for axis in piece}
+                through += [(axis, target) for axis in piece]
+        if not is_shared:  # each factor has one piece, and that has one order
+            yield tuple([(f, piece) for f, (piece,) in factors.items()]), tuple(through)
+            continue
         orders = [_orders(f, axes, starts) for f, axes in factors.items()]
         for ordered in itertools.product(*orders):
-            yield (*zip(factors, map(_joined, ordered)),), (*through.items(),)
+            yield (*zip(factors, map(_joined, ordered)),), (*through,)
 
 
 def _of_pieces(options: dict[str, tuple], together: Sequence[Axes]) -> dict[Axes, tuple]:
@@ -355,13 +370,12 @@ def _rows(op: Op) -> dict[str, int]:
     return rows
 
 
-def _has_terms(strategy: Strategy, available: Sequence[OperandLayouts]) -> bool:
+def _has_terms(terms: Terms, available: Sequence[OperandLayouts]) -> bool:
     """Return whether every operand that has to be pending is, or can be left so."""
     return all(
         have.layouts[0].reduction == "sum"
-        and all(a in have.layouts[0].pending or a in have.deferrable for a in need.pending)
-        for need, have in zip(strategy.operands, available)
-        if need.pending
+        and all(a in have.layouts[0].pending or a in have.deferrable for a in pending)
+        for have, pending in ((available[i], pending) for i, pending in terms)
     )
 
 
