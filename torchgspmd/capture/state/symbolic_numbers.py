@@ -11,6 +11,7 @@ a tensor it is a 0-d tensor, which is a program input.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -26,21 +27,41 @@ from .state_inputs import COUNTED, Conditions, Function, NumberInput, identity
 
 _EXACT = 2.0**53  # doubles represent smaller integers exactly
 _MANY = 64  # most operations; a longer expression is specialized
+
+
+def _of_numbers_and_tensors(plain: Callable, of_tensors: Callable) -> Callable:
+    """Return a function of Python's floats, which computes the same on tensors."""
+
+    def function(*operands: Any) -> Any:
+        is_traced = any(isinstance(o, Tensor) for o in operands)
+        return (of_tensors if is_traced else plain)(*operands)
+
+    return function
+
+
+MATH = {  # math's functions by name
+    name: _of_numbers_and_tensors(getattr(math, name), getattr(torch, name))
+    for name in "cos erf exp expm1 log log10 log1p log2 pow sin sqrt tanh".split()
+}
 # operations with the same result on tensors
-_TENSORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow)
+_TENSORS = (
+    *(operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow),
+    *MATH.values(),
+)
 # A sum of 64 integers below 2 ** 53 fits into 64 bits.
 _SUMS = (operator.add, operator.sub)
 _BESIDE_TENSORS = {
     getattr(of, f"{name}{end}")
     for of, ends in ((torch, ("",)), (Tensor, ("", "_")))
     for end in ends
-    for name in "add sub rsub mul div true_divide gt ge lt le".split()
+    for name in "add sub rsub mul div true_divide pow gt ge lt le".split()
     if hasattr(of, f"{name}{end}")
 } | {
     getattr(Tensor, f"__{name}__")
-    for name in "add radd iadd sub rsub isub mul rmul imul gt ge lt le".split()
+    for name in "add radd iadd sub rsub isub mul rmul imul pow rpow gt ge lt le".split()
     + "truediv rtruediv itruediv".split()
 }
+_LERPS = (torch.lerp, Tensor.lerp, Tensor.lerp_)  # x.lerp(y, weight=number)
 # x.add_(y, alpha=number), x.addcdiv_(y, z, value=number): (keyword, sum, how a term is computed)
 _FACTORS = {
     getattr(of, f"{name}{end}"): (keyword, getattr(of, f"{total}{end}"), combine)
@@ -135,6 +156,10 @@ class SymbolicNumber:
                 for a, b in zip(args, args[::-1])
             )
         row, kwargs = _FACTORS.get(func), kwargs or {}
+        if func in _LERPS:
+            args = *args, *kwargs.values()
+            if type(args[2]) is SymbolicNumber and type(args[0]) is not SymbolicNumber:
+                return func(*args[:2], _tensor_operand(args[2], args[0]))
         if row is not None and type(kwargs.get(row[0])) is SymbolicNumber:
             keyword, total, combine = row
             x, *terms = args
@@ -190,6 +215,20 @@ def at_backward(symbol: SymbolicNumber, source: Source) -> SymbolicNumber:
     if of(symbol).number is not None and of(symbol).function is identity:
         return symbol
     return symbolic(BackwardNumber(source, of(symbol).value, symbol))
+
+
+def with_symbols(name: str) -> Callable[[Callable], Callable]:
+    """Return how to wrap a function of math: it computes with symbolic numbers, too."""
+
+    def wrap(before: Callable) -> Callable:
+        @functools.wraps(before)
+        def function(*operands: object) -> Any:
+            has_symbols = any(type(o) is SymbolicNumber for o in operands)
+            return _compute(MATH[name], *operands) if has_symbols else before(*operands)
+
+        return function
+
+    return wrap
 
 
 def symbolic(number: NumberInput | BackwardNumber) -> SymbolicNumber:
