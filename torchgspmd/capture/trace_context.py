@@ -188,7 +188,7 @@ PATCHES = [  # features add rows
         for name in ("tolist", "to_dense")
     ),
     *(
-        Patch(math, name, with_symbols(name), "math.sqrt(1 - beta**step) would be one step's number")
+        Patch(math, name, with_symbols(name), "math.sqrt(self.step) would be one step's")
         for name in MATH
     ),
     Patch(torch.SymBool, "__eq__", _comparison(operator.eq), _TRUTH),

@@ -179,7 +179,8 @@ class TrainStep(nn.Module):
         now = run_step(
             self.optimizers[i],
             [([names[n] for n in each], [gradients[n] for n in each]) for each in self.names[i]],
-            {names[name]: self.kept[name] | self._states_of(name) for name in names} | self.common[i],
+            {names[name]: self.kept[name] | self._states_of(name) for name in names}
+            | self.common[i],
         )
         for name, parameter in names.items():
             state, buffers = now.pop(parameter), self._states_of(name)

@@ -88,6 +88,7 @@ USES = {
     "largest": lambda x, n: x * max(n, 3),
     "truth": lambda x, n: x * 2 if n else x,
     "clamp": lambda x, n: x.clamp(min=n),
+    "clamp both": lambda x, n: (x * 1).clip_(-0.2, n**0.25),
     "where": lambda x, n: torch.where(x > n, x, n),
     "alpha": lambda x, n: torch.add(x, x, alpha=n),
 }
@@ -105,7 +106,7 @@ class Uses(nn.Module):
 
 # that need no other program for another number
 INPUTS = {"product", "quotient", "float", "truth", "alpha"}
-INPUTS |= {"root", "bias correction", "exponent", "lerp"}
+INPUTS |= {"root", "bias correction", "exponent", "lerp", "clamp", "clamp both"}
 
 
 @pytest.mark.parametrize("name", USES)

@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -50,18 +51,20 @@ _TENSORS = (
 )
 # A sum of 64 integers below 2 ** 53 fits into 64 bits.
 _SUMS = (operator.add, operator.sub)
-_BESIDE_TENSORS = {
-    getattr(of, f"{name}{end}")
-    for of, ends in ((torch, ("",)), (Tensor, ("", "_")))
-    for end in ends
-    for name in "add sub rsub mul div true_divide pow gt ge lt le".split()
-    if hasattr(of, f"{name}{end}")
-} | {
+
+
+def _overloads(names: str) -> set[Any]:
+    """Return torch's functions with these names, and the methods, in place too."""
+    ways = (torch, ""), (Tensor, ""), (Tensor, "_")
+    return {getattr(of, name + end, None) for name in names.split() for of, end in ways} - {None}
+
+
+_BESIDE_TENSORS = _overloads("add sub rsub mul div true_divide pow gt ge lt le") | {
     getattr(Tensor, f"__{name}__")
     for name in "add radd iadd sub rsub isub mul rmul imul pow rpow gt ge lt le".split()
     + "truediv rtruediv itruediv".split()
 }
-_LERPS = (torch.lerp, Tensor.lerp, Tensor.lerp_)  # x.lerp(y, weight=number)
+_OPERANDS = _overloads("clamp clip lerp")  # x.clamp(min=number): their numbers may be tensors
 # x.add_(y, alpha=number), x.addcdiv_(y, z, value=number): (keyword, sum, how a term is computed)
 _FACTORS = {
     getattr(of, f"{name}{end}"): (keyword, getattr(of, f"{total}{end}"), combine)
@@ -156,10 +159,8 @@ class SymbolicNumber:
                 for a, b in zip(args, args[::-1])
             )
         row, kwargs = _FACTORS.get(func), kwargs or {}
-        if func in _LERPS:
-            args = *args, *kwargs.values()
-            if type(args[2]) is SymbolicNumber and type(args[0]) is not SymbolicNumber:
-                return func(*args[:2], _tensor_operand(args[2], args[0]))
+        if func in _OPERANDS and isinstance(args[0], Tensor):
+            args, kwargs = _with_tensors(args[0], (args, kwargs))
         if row is not None and type(kwargs.get(row[0])) is SymbolicNumber:
             keyword, total, combine = row
             x, *terms = args
@@ -328,6 +329,16 @@ def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> object:
     return tensor if other.dim() else tensor.to(other.dtype)
 
 
+def _with_tensors(x: Tensor, operands: Any) -> Any:
+    """Return operands of a tensor's method with tensors in place of all numbers, or of none."""
+    leaves, form = pytree.tree_flatten(operands)
+    leaves = [_tensor_operand(o, x) if type(o) is SymbolicNumber else o for o in leaves]
+    if any(isinstance(o, Tensor) and not o.dim() for o in leaves[1:]):
+        new = partial(torch.scalar_tensor, dtype=x.dtype, device=x.device)
+        leaves = [new(o) if type(o) in COUNTED else o for o in leaves]
+    return pytree.tree_unflatten(leaves, form)
+
+
 def _guarding_method(function: Callable[..., object]) -> Any:
     return lambda self, *args: of(self).guard_on(lambda value: function(value, *args))
 
@@ -379,16 +390,9 @@ for _name in "neg pos abs invert".split():
         lambda self, operation=getattr(operator, _name): _compute(operation, self),
     )
 for _name in "add sub mul truediv floordiv mod pow and_ or_ xor lshift rshift".split():
-    setattr(
-        SymbolicNumber,
-        f"__{_name.strip('_')}__",
-        _arithmetic_method(getattr(operator, _name), False),
-    )
-    setattr(
-        SymbolicNumber,
-        f"__r{_name.strip('_')}__",
-        _arithmetic_method(getattr(operator, _name), True),
-    )
+    for _prefix in "", "r":
+        _method = _arithmetic_method(getattr(operator, _name), bool(_prefix))
+        setattr(SymbolicNumber, f"__{_prefix}{_name.strip('_')}__", _method)
 SymbolicNumber.__hash__ = lambda self: hash(of(self).specialize())
 cast(Any, SymbolicNumber).__rdivmod__ = lambda self, other: of(self).guard_on(
     lambda value: divmod(other, value)
