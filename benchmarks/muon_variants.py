@@ -112,7 +112,7 @@ class Dion(Muon):
     """arXiv 2504.05295: one power iteration of rank 32, and a QR."""
 
     def direction(self, p: Tensor, g: Tensor, state: dict) -> Tensor:
-        basis = state.setdefault("basis", torch.eye(g.size(1), 32, device=g.device))
+        basis = state.setdefault("basis", torch.eye(g.size(1), 32).to(g))
         left = torch.linalg.qr(state["momentum"] @ basis)[0]
         right = state["momentum"].mT @ left
         state["momentum"].sub_(0.05 * left @ right.mT)

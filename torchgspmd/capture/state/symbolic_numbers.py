@@ -158,15 +158,15 @@ class SymbolicNumber:
                 _tensor_operand(a, b) if type(a) is SymbolicNumber and isinstance(b, Tensor) else a
                 for a, b in zip(args, args[::-1])
             )
-        row, kwargs = _FACTORS.get(func), kwargs or {}
+        row, named = _FACTORS.get(func), kwargs or {}
         if func in _OPERANDS and isinstance(args[0], Tensor):
-            args, kwargs = _with_tensors(args[0], (args, kwargs))
-        if row is not None and type(kwargs.get(row[0])) is SymbolicNumber:
+            args, named = _with_tensors(args[0], (args, named))
+        if row is not None and type(named.get(row[0])) is SymbolicNumber:
             keyword, total, combine = row
             x, *terms = args
             term = terms[0] if combine is None else combine(*terms)
-            return total(x, term * kwargs[keyword])
-        return func(*specialize_tree(args), **specialize_tree(kwargs))
+            return total(x, term * named[keyword])
+        return func(*specialize_tree(args), **specialize_tree(named))
 
 
 def of(symbol: SymbolicNumber) -> Expression:

@@ -139,8 +139,9 @@ class _Batcher:
                 dtypes.add(None)
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         val = value.meta["val"]
-        is_narrow = dtype is not None and dtype.is_floating_point and val.is_floating_point()
-        return dtype if is_narrow and dtype.itemsize < val.itemsize else None
+        if dtype is None or not (dtype.is_floating_point and val.is_floating_point()):
+            return None
+        return dtype if dtype.itemsize < val.itemsize else None
 
     def _bytes(self, val: Tensor, spec: ShardSpec) -> float:
         return local_bytes(val, spec, self.mesh)
