@@ -204,8 +204,16 @@ class Growing(Optimizer):
             state["mean"] = torch.cat([state["mean"], p.grad])
 
 
+class Holding(Optimizer):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("factors", nn.Linear(2, 2))
+
+
 def test_errors():
     model = Layers()
+    with pytest.raises(ShardingError, match="keeps a Linear in its state"):
+        gspmd.train_step(model, Holding(model.parameters(), {}))
     with pytest.raises(ShardingError, match="Wrapping steps another optimizer"):
         gspmd.train_step(model, Wrapping(torch.optim.SGD(model.parameters(), 0.1)))
     step = gspmd.train_step(model, Growing([model.bias], {}))

@@ -33,6 +33,7 @@ from ..errors import ShardingError
 
 CAPTURABLE = {"capturable": True, "foreach": False, "fused": False}
 ORDINARY_LOOP = "parallelize the model alone, and step the optimizer as usual"
+_LEAVES = (Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 # Operations that read no value of a tensor.
 _OF_SHAPES = {
     *(f"aten::{name}_like" for name in "empty full ones rand randn zeros".split()),
@@ -220,6 +221,12 @@ class _Trial(TorchDispatchMode):
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor) and _storage(leaf) in self.dependent:
                 self.stores_its_inputs = True
+            if not isinstance(leaf, _LEAVES):
+                raise ShardingError.here(
+                    f"the optimizer keeps a {type(leaf).__name__} in its state, whose tensors "
+                    "train_step does not see",
+                    fix=ORDINARY_LOOP,
+                )
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
