@@ -60,3 +60,23 @@ class Soap(MatrixOptimizer):
         mean = state.setdefault("mean", torch.zeros_like(g)).lerp_(g, 0.1)
         square = state.setdefault("square", torch.zeros_like(g)).lerp_(turned.square(), 0.1)
         return left @ ((left.T @ mean @ right) / (square.sqrt() + 1e-3)) @ right.T
+
+
+class Parts(MatrixOptimizer):
+    """Muon on parts of each weight, as on queries, keys and values in one: `parts` of its rows."""
+
+    parts, way, narrow = 3, "chunk", torch.bfloat16
+
+    def direction(self, g: Tensor, state: dict) -> Tensor:
+        m = state.setdefault("momentum", torch.zeros_like(g)).lerp_(g, 0.05)
+        if self.way == "view":
+            return self.orthogonal(m.view(self.parts, -1, m.shape[1])).reshape(m.shape)
+        return torch.cat([self.orthogonal(part) for part in m.chunk(self.parts)])
+
+    def orthogonal(self, m: Tensor) -> Tensor:
+        x = m.to(self.narrow)
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+        for _ in range(3):
+            gram = x @ x.mT
+            x = 1.5 * x + (-0.6 * gram + 0.1 * gram @ gram) @ x
+        return x.to(m.dtype)

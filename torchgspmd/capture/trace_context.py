@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import operator
 import random
 import warnings
@@ -37,6 +38,7 @@ from ..compat.private_apis import (
 )
 from ..layout.mesh import Mesh
 from .draws import recomputing_dispatch, region_or
+from .state.symbolic_numbers import MATH, with_symbols
 from .traced_values import SavedValue
 
 
@@ -184,6 +186,10 @@ PATCHES = [  # features add rows
     *(
         Patch(FunctionalTensor, name, always(getattr(Tensor, name)), "it has a method of its own")
         for name in ("tolist", "to_dense")
+    ),
+    *(
+        Patch(math, name, with_symbols(name), "math.sqrt(self.step) would be one step's")
+        for name in MATH
     ),
     Patch(torch.SymBool, "__eq__", _comparison(operator.eq), _TRUTH),
     Patch(torch.SymBool, "__ne__", _comparison(operator.ne), _TRUTH),

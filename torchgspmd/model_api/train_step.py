@@ -22,6 +22,7 @@ from ..capture.rewrites.microbatches import Microbatches, check_count
 from ..capture.state.dependencies import with_tensors
 from ..errors import ShardingError
 from ..layout.mark import follow_mark
+from .own_step import first_states, precise, run_step
 from .update_rules import Rule, rule_of
 
 
@@ -54,17 +55,31 @@ class TrainStep(nn.Module):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.register_buffer("steps", torch.zeros((), dtype=torch.float32, device=device))
         self.states: dict[str, list[str]] = {}  # parameter -> names of its states
-        for _, rule, group, names in self._groups():
-            for name in names:
-                self._add_states(name, rule.states(tensor_of(model, name), group))
+        # What else an optimizer's own step keeps: numbers, lists, and what a first step creates.
+        self.kept: dict[str, dict[Any, Any]] = {}
+        self.common: list[dict[Any, Any]] = [{} for _ in optimizers]  # of no parameter
+        for optimizer, rule, names in zip(optimizers, self.rules, self.names):
+            own = first_states(optimizer) if rule is None else {}
+            for group, of_group in zip(optimizer.param_groups, names):
+                for name in of_group:
+                    parameter = tensor_of(model, name)
+                    if rule is not None:
+                        self._add_states(name, rule.states(parameter, group))
+                        continue
+                    tensors = {k: t for k, t in own[parameter].items() if isinstance(t, Tensor)}
+                    self.kept[name] = {
+                        kind: state for kind, state in own[parameter].items() if kind not in tensors
+                    }
+                    self._add_states(name, {k: precise(t) for k, t in tensors.items()})
         self._adopt()
         for optimizer in optimizers:
             # torch's schedulers warn unless the optimizer has stepped.
             vars(optimizer)["_opt_called"] = True
             # load_state_dict makes new tensors; the program knows the buffers.
             optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
+            optimizer.register_state_dict_pre_hook(lambda _: self._publish())
 
-    def _groups(self) -> Iterator[tuple[Optimizer, Rule, dict[str, Any], list[str]]]:
+    def _groups(self) -> Iterator[tuple[Optimizer, Rule | None, dict[str, Any], list[str]]]:
         """Yield each group with its optimizer, the optimizer's row, and the parameters' names."""
         for optimizer, rule, names in zip(self.optimizers, self.rules, self.names):
             for group, of_group in zip(optimizer.param_groups, names):
@@ -86,11 +101,20 @@ class TrainStep(nn.Module):
             for name in names:
                 state = optimizer.state[tensor_of(self.model, name)]
                 keys = {kind: f"{kind}.{name}" for kind in self.states[name]}
-                for kind, key in {**keys, **({"step": "steps"} if rule.counts else {})}.items():
+                for kind, key in {**keys, **({"step": "steps"} if rule else {})}.items():
                     buffer, present = tensor_of(self, key), state.get(kind)
                     if isinstance(present, Tensor) and present is not buffer:
                         buffer.copy_(present)
                     state[kind] = buffer
+                if rule is None:
+                    self.kept[name] |= {k: value for k, value in state.items() if k not in keys}
+        self._publish()
+
+    def _publish(self) -> None:
+        """Give the optimizers what their own steps keep beside the buffers."""
+        for optimizer, rule, _, names in self._groups():
+            for name in names if rule is None else ():
+                optimizer.state[tensor_of(self.model, name)].update(self.kept[name])
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         names = [name for *_, of_group in self._groups() for name in of_group]
@@ -124,22 +148,48 @@ class TrainStep(nn.Module):
         # One norm over all groups, as clip_grad_norm_ on model.parameters().
         scale = _clip_scale([g for g in gradients.values() if g is not None], self.clip)
         self.steps.add_(1)
+        clipped = {
+            name: g if g is None or scale is None else g * scale.to(g.dtype)
+            for name, g in gradients.items()
+        }
+        for i, rule in enumerate(self.rules):
+            if rule is None:
+                self._step_itself(i, clipped)
         for _, rule, group, names in self._groups():
-            trained = {name: g for name in names if (g := gradients[name]) is not None}
-            rule.update(
-                [tensor_of(self.model, name) for name in trained],
-                [g if scale is None else g * scale.to(g.dtype) for g in trained.values()],
-                [
-                    {kind: tensor_of(self, f"{kind}.{name}") for kind in self.states[name]}
-                    for name in trained
-                ],
-                tensor_of(self, "steps"),
-                group,
-            )
+            trained = {name: g for name in names if (g := clipped[name]) is not None}
+            if rule is not None:
+                rule.update(
+                    [tensor_of(self.model, name) for name in trained],
+                    [*trained.values()],
+                    [self._states_of(name) for name in trained],
+                    tensor_of(self, "steps"),
+                    group,
+                )
             if self.decay is not None:
                 for name in names:
                     average = tensor_of(self, f"average.{name}")
                     average.lerp_(tensor_of(self.model, name), 1 - self.decay)
+
+    def _states_of(self, name: str) -> dict[str, Tensor]:
+        return {kind: tensor_of(self, f"{kind}.{name}") for kind in self.states[name]}
+
+    def _step_itself(self, i: int, gradients: Mapping[str, Tensor | None]) -> None:
+        """Run an optimizer's own step on its parameters, and keep its states."""
+        names = {name: tensor_of(self.model, name) for each in self.names[i] for name in each}
+        now = run_step(
+            self.optimizers[i],
+            [([names[n] for n in each], [gradients[n] for n in each]) for each in self.names[i]],
+            {names[name]: self.kept[name] | self._states_of(name) for name in names}
+            | self.common[i],
+        )
+        for name, parameter in names.items():
+            state, buffers = now.pop(parameter), self._states_of(name)
+            for kind, buffer in buffers.items():
+                if (value := state.pop(kind, None)) is not buffer:
+                    _check_state(self.optimizers[i], kind, name, buffer, value)
+                    buffer.copy_(value)
+            _replace(self.kept[name], state)
+        _replace(self.common[i], now)
 
 
 def train_step(
@@ -243,6 +293,27 @@ def _clip_scale(gradients: list[Tensor], clip: float | None) -> Tensor | None:
     )
     # 1e-6 as in torch.nn.utils.clip_grad_norm_.
     return (clip / (squares.sum().sqrt() + 1e-6)).clamp_max(1.0)
+
+
+def _replace(table: dict[Any, Any], entries: Mapping[Any, Any]) -> None:
+    """Set a table's entries, and write only those that differ."""
+    for key in [key for key in table if key not in entries]:
+        del table[key]
+    table.update({k: value for k, value in entries.items() if table.get(k, table) is not value})
+
+
+def _check_state(
+    optimizer: Optimizer, kind: object, name: str, buffer: Tensor, value: object
+) -> None:
+    """Raise ShardingError if a state is no longer a tensor as its buffer is."""
+    form = (value.dtype, [*value.shape]) if isinstance(value, Tensor) else (type(value),)
+    if form != (buffer.dtype, [*buffer.shape]):
+        raise ShardingError.here(
+            f"the state '{kind}' of '{name}' begins as {buffer.dtype} {[*buffer.shape]}, and "
+            f"{type(optimizer).__name__}.step replaces it by {' '.join(map(str, form))}",
+            why="a state is a buffer of the step, with its dtype and shape",
+            fix="create the state in the dtype and shape that it keeps",
+        )
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

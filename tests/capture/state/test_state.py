@@ -82,9 +82,13 @@ USES = {
     "branch": lambda x, n: x * 3 if n > 2 else x,
     "even": lambda x, n: x * (5 if n % 2 == 0 else 7),
     "root": lambda x, n: x * math.sqrt(n),
+    "bias correction": lambda x, n: x * (math.sqrt(1 - 0.9**n) / (1 - math.pow(0.5, n))),
+    "exponent": lambda x, n: x.abs() ** (1 / n),
+    "lerp": lambda x, n: x.clone().lerp_(x * x, weight=1 / n),
     "largest": lambda x, n: x * max(n, 3),
     "truth": lambda x, n: x * 2 if n else x,
     "clamp": lambda x, n: x.clamp(min=n),
+    "clamp both": lambda x, n: (x * 1).clip_(-0.2, n**0.25),
     "where": lambda x, n: torch.where(x > n, x, n),
     "alpha": lambda x, n: torch.add(x, x, alpha=n),
 }
@@ -102,6 +106,7 @@ class Uses(nn.Module):
 
 # that need no other program for another number
 INPUTS = {"product", "quotient", "float", "truth", "alpha"}
+INPUTS |= {"root", "bias correction", "exponent", "lerp", "clamp", "clamp both"}
 
 
 @pytest.mark.parametrize("name", USES)

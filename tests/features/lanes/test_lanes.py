@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from matrix_optimizers import NewtonSchulz, Shampoo, Soap
+from matrix_optimizers import NewtonSchulz, Parts, Shampoo, Soap
 from torch import Tensor, nn
 
 import torchgspmd as gspmd
@@ -126,6 +126,30 @@ def test_muon_sends_what_owners_of_matrices_would(count, mesh, marks):
     above, plan = sent_above_adamw(width, count, mesh, marks)
     assert owners <= above <= 1.01 * owners
     assert sum(c.kind == "all_to_all" for c in plan.collectives) == 2
+
+
+@pytest.mark.parametrize("marks", ["data _", "_ data", None])
+@pytest.mark.parametrize("way, parts", [("chunk", 3), ("view", 3), ("view", 4), ("chunk", 4)])
+def test_parts_of_a_weight_are_sent_once_in_bfloat16(way, parts, marks):
+    """As queries, keys and values in one weight, whose rows no device has whole."""
+    rows, columns, count, n = 192, 64, 4, 4
+    kind = type("Kind", (Parts,), {"parts": parts, "way": way})
+    sent = []
+    for make in (torch.optim.AdamW, kind):
+        with torch.device("meta"):
+            model = Layers(2 * count, rows, columns, torch.float32)
+            x = torch.ones(64 * rows, rows)
+        optimizers = [make([*model.weights][::2]), torch.optim.AdamW([*model.weights][1::2])]
+        sent.append(step_of(model, optimizers, DATA, marks, x).sent_bytes)
+    owners = (2 if marks else n) * (n - 1) / n * count * rows * columns / n * 2
+    assert sent[1] - sent[0] <= 1.01 * owners
+
+
+def test_steps_on_parts_are_those_of_one_device():
+    for i, way in enumerate(("chunk", "view")):
+        kind = type("Kind", (Parts,), {"parts": 2, "way": way, "narrow": DTYPE})
+        x = torch.randn(24, 12, dtype=DTYPE)
+        compare_steps(kind, Layers(5, 12, 20), DATA, ("data _", "_ data")[i], x)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")

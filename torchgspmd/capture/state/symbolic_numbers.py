@@ -11,10 +11,12 @@ a tensor it is a 0-d tensor, which is a program input.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,21 +28,43 @@ from .state_inputs import COUNTED, Conditions, Function, NumberInput, identity
 
 _EXACT = 2.0**53  # doubles represent smaller integers exactly
 _MANY = 64  # most operations; a longer expression is specialized
+
+
+def _of_numbers_and_tensors(plain: Callable, of_tensors: Callable) -> Callable:
+    """Return a function of Python's floats, which computes the same on tensors."""
+
+    def function(*operands: Any) -> Any:
+        is_traced = any(isinstance(o, Tensor) for o in operands)
+        return (of_tensors if is_traced else plain)(*operands)
+
+    return function
+
+
+MATH = {  # math's functions by name
+    name: _of_numbers_and_tensors(getattr(math, name), getattr(torch, name))
+    for name in "cos erf exp expm1 log log10 log1p log2 pow sin sqrt tanh".split()
+}
 # operations with the same result on tensors
-_TENSORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow)
+_TENSORS = (
+    *(operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow),
+    *MATH.values(),
+)
 # A sum of 64 integers below 2 ** 53 fits into 64 bits.
 _SUMS = (operator.add, operator.sub)
-_BESIDE_TENSORS = {
-    getattr(of, f"{name}{end}")
-    for of, ends in ((torch, ("",)), (Tensor, ("", "_")))
-    for end in ends
-    for name in "add sub rsub mul div true_divide gt ge lt le".split()
-    if hasattr(of, f"{name}{end}")
-} | {
+
+
+def _overloads(names: str) -> set[Any]:
+    """Return torch's functions with these names, and the methods, in place too."""
+    ways = (torch, ""), (Tensor, ""), (Tensor, "_")
+    return {getattr(of, name + end, None) for name in names.split() for of, end in ways} - {None}
+
+
+_BESIDE_TENSORS = _overloads("add sub rsub mul div true_divide pow gt ge lt le") | {
     getattr(Tensor, f"__{name}__")
-    for name in "add radd iadd sub rsub isub mul rmul imul gt ge lt le".split()
+    for name in "add radd iadd sub rsub isub mul rmul imul pow rpow gt ge lt le".split()
     + "truediv rtruediv itruediv".split()
 }
+_OPERANDS = _overloads("clamp clip lerp")  # x.clamp(min=number): their numbers may be tensors
 # x.add_(y, alpha=number), x.addcdiv_(y, z, value=number): (keyword, sum, how a term is computed)
 _FACTORS = {
     getattr(of, f"{name}{end}"): (keyword, getattr(of, f"{total}{end}"), combine)
@@ -134,13 +158,15 @@ class SymbolicNumber:
                 _tensor_operand(a, b) if type(a) is SymbolicNumber and isinstance(b, Tensor) else a
                 for a, b in zip(args, args[::-1])
             )
-        row, kwargs = _FACTORS.get(func), kwargs or {}
-        if row is not None and type(kwargs.get(row[0])) is SymbolicNumber:
+        row, named = _FACTORS.get(func), kwargs or {}
+        if func in _OPERANDS and isinstance(args[0], Tensor):
+            args, named = _with_tensors(args[0], (args, named))
+        if row is not None and type(named.get(row[0])) is SymbolicNumber:
             keyword, total, combine = row
             x, *terms = args
             term = terms[0] if combine is None else combine(*terms)
-            return total(x, term * kwargs[keyword])
-        return func(*specialize_tree(args), **specialize_tree(kwargs))
+            return total(x, term * named[keyword])
+        return func(*specialize_tree(args), **specialize_tree(named))
 
 
 def of(symbol: SymbolicNumber) -> Expression:
@@ -190,6 +216,20 @@ def at_backward(symbol: SymbolicNumber, source: Source) -> SymbolicNumber:
     if of(symbol).number is not None and of(symbol).function is identity:
         return symbol
     return symbolic(BackwardNumber(source, of(symbol).value, symbol))
+
+
+def with_symbols(name: str) -> Callable[[Callable], Callable]:
+    """Return how to wrap a function of math: it computes with symbolic numbers, too."""
+
+    def wrap(before: Callable) -> Callable:
+        @functools.wraps(before)
+        def function(*operands: object) -> Any:
+            has_symbols = any(type(o) is SymbolicNumber for o in operands)
+            return _compute(MATH[name], *operands) if has_symbols else before(*operands)
+
+        return function
+
+    return wrap
 
 
 def symbolic(number: NumberInput | BackwardNumber) -> SymbolicNumber:
@@ -289,6 +329,16 @@ def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> object:
     return tensor if other.dim() else tensor.to(other.dtype)
 
 
+def _with_tensors(x: Tensor, operands: Any) -> Any:
+    """Return operands of a tensor's method with tensors in place of all numbers, or of none."""
+    leaves, form = pytree.tree_flatten(operands)
+    leaves = [_tensor_operand(o, x) if type(o) is SymbolicNumber else o for o in leaves]
+    if any(isinstance(o, Tensor) and not o.dim() for o in leaves[1:]):
+        new = partial(torch.scalar_tensor, dtype=x.dtype, device=x.device)
+        leaves = [new(o) if type(o) in COUNTED else o for o in leaves]
+    return pytree.tree_unflatten(leaves, form)
+
+
 def _guarding_method(function: Callable[..., object]) -> Any:
     return lambda self, *args: of(self).guard_on(lambda value: function(value, *args))
 
@@ -340,16 +390,9 @@ for _name in "neg pos abs invert".split():
         lambda self, operation=getattr(operator, _name): _compute(operation, self),
     )
 for _name in "add sub mul truediv floordiv mod pow and_ or_ xor lshift rshift".split():
-    setattr(
-        SymbolicNumber,
-        f"__{_name.strip('_')}__",
-        _arithmetic_method(getattr(operator, _name), False),
-    )
-    setattr(
-        SymbolicNumber,
-        f"__r{_name.strip('_')}__",
-        _arithmetic_method(getattr(operator, _name), True),
-    )
+    for _prefix in "", "r":
+        _method = _arithmetic_method(getattr(operator, _name), bool(_prefix))
+        setattr(SymbolicNumber, f"__{_prefix}{_name.strip('_')}__", _method)
 SymbolicNumber.__hash__ = lambda self: hash(of(self).specialize())
 cast(Any, SymbolicNumber).__rdivmod__ = lambda self, other: of(self).guard_on(
     lambda value: divmod(other, value)

@@ -11,7 +11,8 @@ source   ours. Distributed Shampoo (arXiv 2309.06497) and Muon (arXiv 2502.16982
          matrices among devices by hand.
 
 A minimum cut chooses which operations around the core are computed with it. Values that cross it
-are exchanged, so a cast to bfloat16 stands before the exchange, and a norm behind it.
+are exchanged, so a cast to bfloat16 stands before the exchange, and a norm behind it. A value whose
+views are cast (`q, k, v` of one weight) is cast before it, one that was joined of casts behind it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import add_node, drop_unused, origin_of
@@ -38,6 +40,7 @@ from ...shard_spec import Axes, ShardSpec
 from .find_lanes import Lanes, find_lanes
 
 _INSIDE, _OUTSIDE = "inside", "outside"
+_JOINS = (aten.cat.default, aten.stack.default)  # with views, they compute nothing
 
 
 class Division(NamedTuple):
@@ -103,6 +106,43 @@ class _Batcher:
             count *= 1 if factors <= op.rule.replicated else shards
         return sent, flops(op.node) / count
 
+    def _moved(self, op: Op) -> float:
+        """Return the bytes sent before an operation without products, as a cut of sharded rows."""
+        places, sent = self.work.axes_by_factor(op), 0.0
+        is_done = op.node in self.done  # erased
+        for v in () if is_done or flops(op.node) else op.operands:
+            spec = self.layouts.spec[v]
+            # An axis in no factor shards rows that the operation divides otherwise: a view. Windows
+            # are those of rows that are joined.
+            for axis in spec.sharding_axes:
+                if places.get(axis, set()) <= op.rule.replicated | op.rule.windowed:
+                    shards = self.mesh.count((axis,))
+                    sent += self._bytes(v.meta["val"], spec) * (shards - 1) / shards
+        return sent
+
+    def narrowed(
+        self, lanes: Lanes, value: fx.Node, nodes: Collection[fx.Node], entering: bool
+    ) -> torch.dtype | None:
+        """Return the narrower dtype to which lanes cast a value, or views of it, or from which."""
+        dtypes = set[torch.dtype | None]()
+        makers = [op] if (op := self.makers.get(value)) and op.node in lanes.rows else []
+        ops = [lanes.rows[user][0] for user in value.users if user in lanes.rows]
+        for op in ops if entering else makers:
+            ends = [v for v in (op.results if entering else op.operands) if v is not None]
+            if op.node not in nodes:
+                dtypes.add(None)
+            elif op.node.target is aten._to_copy.default:
+                dtypes.add(ends[0].meta["val"].dtype)
+            elif op.node.target in _JOINS or getattr(op.node.target, "is_view", False):
+                dtypes |= {self.narrowed(lanes, v, nodes, entering) for v in ends}
+            else:
+                dtypes.add(None)
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        val = value.meta["val"]
+        if dtype is None or not (dtype.is_floating_point and val.is_floating_point()):
+            return None
+        return dtype if dtype.itemsize < val.itemsize else None
+
     def _bytes(self, val: Tensor, spec: ShardSpec) -> float:
         return local_bytes(val, spec, self.mesh)
 
@@ -122,6 +162,7 @@ class _Batcher:
             even = work / self.mesh.count(axes) if axes else now
             most = work / count * -(-count // self.mesh.count(axes))
             cost = sent - sum(each for each, _ in present) * count
+            cost -= sum(self._moved(self.ops[node]) for node in nodes) * count
             cost += (even - now) / constants.flops_per_byte
             yield Division(axes, nodes, cost + (most - even) / constants.link_flops_per_byte)
 
@@ -137,6 +178,7 @@ class _Batcher:
         for node, row in lanes.rows.items():
             op = row[0]
             cut.add(_OUTSIDE, node, math.inf if node in self.done else 0.0)
+            cut.add(node, _INSIDE, self._moved(op) * lanes.count)
             for value in dict.fromkeys(op.operands):
                 maker = self.makers.get(value)
                 is_row = (
@@ -179,7 +221,8 @@ class _Batcher:
         shape = (lanes.count, *val.shape)
         ends = (here, there) if entering else (there, here)
         copied = lanes.count * self._bytes(val, spec) / self.constants.memory_per_byte
-        return self.resharder.cost(shape, val.itemsize, *ends) + copied
+        dtype = self.narrowed(lanes, value, lanes.rows, entering)
+        return self.resharder.cost(shape, (dtype or val.dtype).itemsize, *ends) + copied
 
     def stacked(self, val: Tensor, spec: ShardSpec, axes: Axes) -> tuple[ShardSpec, ShardSpec]:
         """Return a stack's layout by lanes, and the one in which each lane's value is laid out."""
@@ -286,11 +329,24 @@ class _Rewriter:
 
     def _stack(self, value: fx.Node) -> fx.Node:
         likes, val = self._likes(value), value.meta["val"]
-        meta = origin_of(value)
+        meta, dtype = origin_of(value), self._narrowed(value, True)
+        if dtype is not None:
+            likes = [self._cast(v, dtype) for v in likes]
         stack = add_node(self.graph, "call_function", aten.stack.default, ([*likes], 0), {})
-        stack.meta = {**meta, "val": with_dim(val, len(likes), 0)}
+        stack.meta = {**meta, "val": with_dim(likes[0].meta["val"], len(likes), 0)}
         there, _ = self.at.stacked(val, self.at.layouts.spec[value], self.axes)
-        return add_mark(self.graph, stack, there, self.at.mesh, meta)
+        mark = add_mark(self.graph, stack, there, self.at.mesh, meta)
+        # The region casts it again, which gives the same numbers.
+        return mark if dtype is None else self._cast(mark, val.dtype)
+
+    def _narrowed(self, value: fx.Node, entering: bool) -> torch.dtype | None:
+        return self.at.narrowed(self.lanes, value, self.division.nodes, entering)
+
+    def _cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        options = {"dtype": dtype}
+        cast = add_node(self.graph, "call_function", aten._to_copy.default, (value,), options)
+        cast.meta = {**origin_of(value), "val": value.meta["val"].to(dtype)}
+        return cast
 
     def _emit(self, op: Op) -> bool:
         operands = [self._operand(v) for v in op.operands]
@@ -314,10 +370,12 @@ class _Rewriter:
             if all(user in self.inside for like in likes for user in like.users):
                 continue
             val, spec, meta = value.meta["val"], self.at.layouts.spec[value], origin_of(value)
-            mark = self.new[value][0]
+            mark, dtype = self.new[value][0], self._narrowed(value, False)
+            mark = mark if dtype is None else self._cast(mark, dtype)
             # Layouts of the users end here, and begin behind it.
             for layout in self.at.stacked(val, spec, self.axes):
                 mark = add_mark(self.graph, mark, layout, self.at.mesh, meta)
+            mark = mark if dtype is None else self._cast(mark, val.dtype)
             unbind = add_node(self.graph, "call_function", aten.unbind.int, (mark, 0), {})
             unbind.meta = {**meta, "val": tuple(v.meta["val"] for v in likes)}
             for lane, like in enumerate(likes):
