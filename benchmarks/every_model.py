@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import json
 import os
 import statistics
@@ -54,7 +53,7 @@ from small_models import (
     timm_names,
     torchvision_model,
     torchvision_names,
-    without_cuda_ops,
+    without_broken_packages,
     x_transformers_model,
     x_transformers_names,
 )
@@ -283,12 +282,7 @@ def main() -> None:
         return
     warnings.simplefilter("ignore")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        importlib.import_module("torchvision")
-    except ImportError:
-        pass
-    except RuntimeError:
-        without_cuda_ops()
+    without_broken_packages()
     rows = json.loads(given.json.read_text()) if given.json and given.json.exists() else []
     known = {r["op"] for r in rows}
     index, parts = map(int, given.part.split("/"))

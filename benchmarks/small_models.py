@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,17 @@ def without_cuda_ops() -> None:
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     without_cuda_ops.library = library
+
+
+def without_broken_packages() -> None:
+    """Let transformers find no package that cannot be imported on this host."""
+    for name in ("torchvision", "torchaudio"):
+        try:
+            importlib.import_module(name)
+        except RuntimeError:
+            without_cuda_ops()
+        except (ImportError, OSError):  # a library of another version of torch
+            sys.modules[name] = None  # type: ignore[assignment]
 
 
 def timm_names() -> list[str]:
