@@ -56,7 +56,7 @@ def forget_constants(tensors: Sequence[Tensor]) -> None:
 
     A loop's carry is a constant in the first iteration at most.
     """
-    mode = get_proxy_mode()
+    mode: Any = get_proxy_mode()
     for x in tensors if mode is not None else ():
         value: Any = unwrap(x) if isinstance(x, FunctionalTensor) else x
         value.constant = None
