@@ -138,6 +138,8 @@ def subject(model: nn.Module, kwargs: dict[str, Any]) -> Subject:
     """Run a model on one device, in float64 if it computes in it."""
     try:
         double = copy.deepcopy(model).double()
+        with torch.no_grad():
+            double(**doubled(kwargs))  # a first call may cast weights, as a router's to float32
         with ReadsSingle() as single:
             want = eager(copy.deepcopy(double), doubled(kwargs))
         model, kwargs, exact = double, doubled(kwargs), SINGLE if single.found else EXACT

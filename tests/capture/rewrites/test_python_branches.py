@@ -51,8 +51,9 @@ class Layers(nn.Module):
         skip = False
         if x.mean().item() < 0:
             skip = True
-        if skip:
-            return -x
+        if self.training:
+            if skip:
+                return -x
         z = self.layers[0](x)
         if z.max() > 0.5:
             return z * 2
@@ -120,9 +121,10 @@ class Dropped(Layers):
 
     def forward(self, x):
         for layer in self.layers:
-            probability = torch.rand([])
-            if self.training and probability < 0.5:
-                continue
+            if self.training:
+                probability = torch.rand([])
+                if probability < 0.5:
+                    continue
             x = x + torch.tanh(layer(x))
         return x
 

@@ -86,9 +86,10 @@ class _Lowering:
         out = list[ast.stmt]()
         for i, s in enumerate(body):
             rest = body[i + 1 :]
-            is_leaving = isinstance(s, ast.If) and _may_leave([*s.body, *s.orelse])
             is_target = isinstance(s, ast.If) and self._is_at(s.test)
-            if isinstance(s, ast.If) and (is_target or is_inner and is_leaving):
+            is_leaving = isinstance(s, ast.If) and _may_leave([*s.body, *s.orelse])
+            is_around = is_leaving and (is_inner or self._has_target(s))
+            if isinstance(s, ast.If) and (is_target or is_around):
                 sides = [[*s.body], [*s.orelse]]
                 if is_leaving:
                     if not end:
@@ -113,6 +114,9 @@ class _Lowering:
                     at = "continue" if is_loop else last
                     setattr(s, field, self.block(inner, at, is_inner and not is_loop))
         return out
+
+    def _has_target(self, s: ast.stmt) -> bool:
+        return any(isinstance(node, ast.If) and self._is_at(node.test) for node in ast.walk(s))
 
     def _is_at(self, test: ast.expr) -> bool:
         return any(test.lineno <= n <= (test.end_lineno or test.lineno) for n in self.lines)
