@@ -70,6 +70,16 @@ class Layers(nn.Module):
             x = self_of_side(x)
         return x
 
+    def in_place(self, x):
+        y = self.layers[0](x)
+        whole = y.view(-1)
+        if y.sum() > 0:
+            y[1:3] = 0
+            y += self.layers[1](x)
+        elif y.sum() < -5:
+            y.mul_(2)
+        return whole * 2
+
     def in_a_checkpoint(self, x):
         return checkpoint(self.assigned, x, use_reentrant=False)
 
@@ -80,6 +90,7 @@ FORMS = [
     Layers.assigned,
     Layers.in_expressions,
     Layers.with_super,
+    Layers.in_place,
     Layers.in_a_checkpoint,
 ]
 
@@ -185,8 +196,15 @@ seen = []
 def in_place(x):
     y = x * 2
     if y.sum() > 0:
-        y.add_(1)
+        (y,)[0].add_(1)
     return y
+
+
+def in_a_table(x):
+    table = {}
+    if x.sum() > 0:
+        table["x"] = x
+    return x
 
 
 def appending(x):
@@ -217,7 +235,9 @@ class Norm(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("program", [in_place, Norm(), appending, raising, of_two_shapes])
+@pytest.mark.parametrize(
+    "program", [in_place, in_a_table, Norm(), appending, raising, of_two_shapes]
+)
 def test_effects_and_other_shapes_are_errors(program):
     text = message(lambda: gspmd.plan(program, torch.randn(4, 6), mesh=MESH))
     assert text.startswith("the program depends on values: ") and not seen

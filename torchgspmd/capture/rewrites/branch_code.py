@@ -27,6 +27,7 @@ from .chosen_loops import CONTAINER_METHODS
 HELPERS = "_torchgspmd_branches_"  # a global variable of the compiled functions
 _RESULT = "_torchgspmd_result_"
 _SIDE = "_torchgspmd_side_"
+_IN_PLACE = "_torchgspmd_in_place"  # an attribute of names that a branch changes in place
 _LEAVES = ast.Return | ast.Continue | ast.Break
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -123,9 +124,11 @@ class _Lowering:
 
     def _call(self, s: ast.If) -> list[ast.stmt]:
         self.count, sides = self.count + 1, (s.body, s.orelse)
-        names = sorted(_stored([*sides[0], *sides[1]]))
+        assigned = _stored([*sides[0], *sides[1]])
+        changed = (_changed(sides[0]) | _changed(sides[1])) - assigned
         for side in sides:
-            _check_pure(side, set(names))
+            _check_pure(side, _stored(side) | changed)
+        names = sorted(assigned | changed)
         values = "".join(f"{n}, " for n in names)
         reads = "".join(f"(lambda: {n}), " for n in names)
         texts = [
@@ -134,14 +137,20 @@ class _Lowering:
         functions = _statements("\n".join(texts), s)
         for function, side in zip(functions, sides):
             assert isinstance(function, ast.FunctionDef)
+            copies = "".join(f"{n} = {HELPERS}['copied']({n})\n" for n in sorted(changed))
             function.body[:0] = [_Supers(self.first).visit(each) for each in side]
+            function.body[:0] = _statements(copies, s)
         left = f"({values}) = " if names else ""
         listed = "".join(f"{n!r}, " for n in names)
-        text = f"{left}{HELPERS}['branch'](0, {_SIDE}0, {_SIDE}1, ({reads}), ({listed}))"
+        rest = f"({reads}), ({listed}), {changed or '()'}"
+        text = f"{left}{HELPERS}['branch'](0, {_SIDE}0, {_SIDE}1, {rest})"
         text += "".join(f"\nif {n} is {HELPERS}['ABSENT']: del {n}" for n in names)
         call = _statements(text, s)
         assert isinstance(call[0], ast.Assign | ast.Expr)
         assert isinstance(call[0].value, ast.Call)
+        for node in ast.walk(call[0]):  # for a branch around, it changes these
+            if isinstance(node, ast.Name) and node.id in changed:
+                setattr(node, _IN_PLACE, True)
         call[0].value.args[0] = _truth(_Expressions(self).visit(s.test))
         return [*functions, *call]
 
@@ -257,14 +266,36 @@ def _walk(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _stored(body: Sequence[ast.stmt]) -> set[str]:
+    """Return the names that statements assign, other than by `+=`."""
+    nodes = [*_walk(body)]
+    added = {id(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
+    added |= {id(node) for node in nodes if hasattr(node, _IN_PLACE)}
     return {
         node.id if isinstance(node, ast.Name) else node.name
-        for node in _walk(body)
+        for node in nodes
         if isinstance(node, ast.FunctionDef)
         and not node.name.startswith(_SIDE)
         or isinstance(node, ast.Name)
         and isinstance(node.ctx, ast.Store)
+        and id(node) not in added
     }
+
+
+def _changed(body: Sequence[ast.stmt]) -> set[str]:
+    """Return the names whose values statements change in place, if these are tensors."""
+    targets = list[ast.AST]()
+    for node in _walk(body):
+        if isinstance(node, ast.AugAssign):
+            targets.append(node.target)
+        elif hasattr(node, _IN_PLACE):
+            targets.append(node)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            targets.append(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            targets += [node.func.value] if name[-1] == "_" and name[-2:] != "__" else []
+    targets = [t.value if isinstance(t, ast.Subscript) else t for t in targets]
+    return {t.id for t in targets if isinstance(t, ast.Name)}
 
 
 def _check_pure(body: Sequence[ast.stmt], own: set[str]) -> None:

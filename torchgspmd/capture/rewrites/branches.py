@@ -11,7 +11,7 @@ results of the cond, and any other name is unusable behind the branch.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import CodeType, FunctionType
@@ -113,11 +113,47 @@ def branch(
     no: Callable[..., tuple],
     reads: Sequence[Callable[[], object]],
     names: Sequence[str],
+    changed: Iterable[str] = (),
 ) -> tuple:
-    """Return the values of names behind a branch. reads: return their values before it."""
+    """Return the values of names behind a branch.
+
+    reads: return their values before it. changed: names whose tensors the sides change in place, of
+    which they have copies.
+    """
     before = values(reads)
     if (goes := _unknown(test)) is None:
-        return (yes if test else no)(*before)
+        after = (yes if test else no)(*before)
+    else:
+        after = _traced(goes, yes, no, before, names)
+    return tuple(
+        _written(x, y) if name in changed else y for name, x, y in zip(names, before, after)
+    )
+
+
+def _written(before: object, after: object) -> object:
+    """Return a tensor that was there before a branch, with the values behind it."""
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return after
+    return before if after is before else before.copy_(after)
+
+
+def copied(value: object) -> object:
+    """Return a value that a side may change in place."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if value is ABSENT or _is_plain(value) or isinstance(value, tuple):
+        return value
+    raise _effect("changes a list, a table or an object")
+
+
+def _traced(
+    goes: Tensor,
+    yes: Callable[..., tuple],
+    no: Callable[..., tuple],
+    before: tuple,
+    names: Sequence[str],
+) -> tuple:
+    """Return the values of names behind a branch on a value that only a run knows."""
     sides = [_leaves_of(_run_once(side, before)) for side in (yes, no)]
     results, chosen = list[Any](), list[tuple[int, int]]()
     for i, (name, one, other) in enumerate(zip(names, *sides)):
@@ -302,5 +338,6 @@ _NAMESPACE = {
     "both": both,
     "either": either,
     "values": values,
+    "copied": copied,
     "ABSENT": ABSENT,
 }
