@@ -52,7 +52,7 @@ def unwrap(tensor: Any) -> Tensor:
 
 
 def forget_constants(tensors: Sequence[Tensor]) -> None:
-    """Let the trace ask these for no number: torch computes an operation on constants at once.
+    """Clear the numbers that torch keeps of these: it computes an operation on constants at once.
 
     A loop's carry is a constant in the first iteration at most.
     """
