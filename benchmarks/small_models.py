@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,17 @@ def without_cuda_ops() -> None:
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     without_cuda_ops.library = library
+
+
+def without_broken_packages() -> None:
+    """Let transformers find no package that cannot be imported on this host."""
+    for name in ("torchvision", "torchaudio"):
+        try:
+            importlib.import_module(name)
+        except RuntimeError:
+            without_cuda_ops()
+        except (ImportError, OSError):  # a library of another version of torch
+            sys.modules[name] = None  # type: ignore[assignment]
 
 
 def timm_names() -> list[str]:
@@ -175,6 +187,7 @@ TEXT = (
     "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim", "text_embed_dim",
     "caption_projection_dim", "encoder_hid_dim", "encoder_hidden_states_dim", "cap_feat_dim",
 )  # fmt: skip
+OTHER_TEXT = r"^(text|cap|caption|txt|context)\w*_(in_)?(dim|channels)$"
 
 
 def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
@@ -185,6 +198,9 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
     side = side if isinstance(side, int) and side <= 64 else 16
     channels = getattr(config, "in_channels", 4) or 4
     widths = [w for n in TEXT if isinstance(w := getattr(config, n, None), int)]
+    widths += [v for n, v in config.items() if type(v) is int and re.search(OTHER_TEXT, n)]
+    heard = getattr(config, "audio_in_channels", None) or channels
+    seen = getattr(config, "image_proj_dim", None) or getattr(config, "image_dim", None) or 32
     pooled = getattr(config, "pooled_projection_dim", None) or 32
     pictures = [(channels, side, side), (channels, 5, side, side), (16, channels)]
     pictures += [(5, channels, side, side), (3, 5, 32, 32), (3, 9, 64, 64), (3, 64, 64)]
@@ -206,7 +222,12 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
         made = {
             r"sample|hidden_states|x|latent_model_input|context_latents": picture,
             r"timesteps?|r_timestep|timestep_r|t": times,
-            r"encoder_hidden_states": words,
+            r"encoder_hidden_states|text_bth|cap_feats|audio_encoder_hidden_states": words,
+            r"text_lens|\w*_lengths?": torch.full((batch,), 7),
+            r"audio_hidden_states": torch.randn(batch, 6, heard),
+            r"image_embeds|encoder_hidden_states_image": torch.randn(batch, 5, seen),
+            r"indices_latents": torch.arange(shape[1] if len(shape) == 4 else 1),
+            r"audio_num_frames": 6,
             r"class_labels": torch.randint(0, 4, (batch,)),
             r"pooled_projections|encoder_pooled_projections": torch.randn(batch, pooled),
             r"img_ids": rows.float(),

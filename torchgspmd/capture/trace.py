@@ -187,6 +187,7 @@ class _Capture:
         """
         state, error, text = self.state, None, ""
         space: dict[str, Any] | None = None
+        is_branch = False
         try:
             yield
         except Exception as raised:
@@ -195,6 +196,7 @@ class _Capture:
             space = error.namespace if isinstance(error, ShardingError) else None
             if any(space is known for known in state.namespaces):
                 space = None
+            is_branch = state.branches.learn(error.__cause__)
             # The value was symbolic for the trace, and is known in a run: with its value the error
             # may vanish.
             if value_guards.symbolic:
@@ -216,6 +218,8 @@ class _Capture:
                 raise Retrace(reason, state.be_eager) from error
         if space is not None:
             raise Retrace(f"a number is not known ({text})", lambda: state.namespaces.append(space))
+        if is_branch:
+            raise Retrace(f"it branches on a value ({text})")
         before = {each.source for each in inputs}
         if new := [str(x.source) for x in self._state_inputs() if x.source not in before]:
             raise Retrace(f"the program writes {', '.join(new)}") from error

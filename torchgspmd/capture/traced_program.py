@@ -18,6 +18,7 @@ from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .functionalize import Functional, FunctionalTensor
 from .prints import Breakpoint, Breakpoints, Prints
+from .rewrites.branches import TRACE
 from .stand_in_sizes import NUMBERS
 from .state.dependencies import with_tensors
 from .state.mutations import Tables
@@ -186,17 +187,21 @@ class TracedProgram:
         """Run forward and backward with the traced tensors in place of the module's own."""
         stand_ins = inputs[len(inputs) - len(self.state_inputs) :]
         used = self._cast(inputs)
-        if not isinstance(self.fn, nn.Module):
-            with self.tables.substitute(self.state_inputs, stand_ins):
-                return self._forward_backward(inputs, used, tracker)
+        tables, module = self.tables, self.fn if isinstance(self.fn, nn.Module) else None
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor | None]]:
             results = self._forward_backward(inputs, used, tracker)
             self.rebound = self._rebound(used)
             return results
 
-        with self.tables.substitute(self.state_inputs, stand_ins):
-            return with_tensors(self.fn, dict(zip(self.names, used)), forward_backward)
+        with (
+            tables.substitute(self.state_inputs, stand_ins),
+            tables.state.branches.rewritten(),
+            setting(TRACE, (self.ask, lambda: tables.tables)),
+        ):
+            if module is None:
+                return self._forward_backward(inputs, used, tracker)
+            return with_tensors(module, dict(zip(self.names, used)), forward_backward)
 
     def _cast(self, inputs: list[Tensor]) -> list[Tensor]:
         first = len(self.names)

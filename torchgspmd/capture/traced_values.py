@@ -17,6 +17,8 @@ from ..compat.private_apis import (
     _from_functional_tensor,
     _sync,
     get_interpreter_stack,
+    get_proxy_mode,
+    get_proxy_slot,
     get_unwrapped,
     is_functorch_wrapped_tensor,
 )
@@ -47,6 +49,19 @@ def unwrap(tensor: Any) -> Tensor:
     """Return a functional tensor's current value."""
     _sync(tensor)
     return _from_functional_tensor(tensor.elem)
+
+
+def forget_constants(tensors: Sequence[Tensor]) -> None:
+    """Clear the numbers that torch keeps of these: it computes an operation on constants at once.
+
+    A loop's carry is a constant in the first iteration at most.
+    """
+    mode: Any = get_proxy_mode()
+    for x in tensors if mode is not None else ():
+        value: Any = unwrap(x) if isinstance(x, FunctionalTensor) else x
+        value.constant = None
+        if (slot := get_proxy_slot(value, mode.tracer, None)) is not None:
+            slot.constant = None
 
 
 def was_mutated(tensor: Tensor, before: Tensor) -> bool:

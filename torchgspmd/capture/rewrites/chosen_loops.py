@@ -34,7 +34,17 @@ _MOST = 64  # iterations; each is traced
 _SUMS = {"index_add_", "scatter_add_"}  # (dim, index, source), in place
 _NEW_SUMS = {"index_add", "scatter_add"}
 # Methods of containers, which would have an effect on each iteration.
-_PYTHON = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "put", "write"}
+CONTAINER_METHODS = {
+    "append",
+    "extend",
+    "insert",
+    "add",
+    "update",
+    "setdefault",
+    "pop",
+    "put",
+    "write",
+}
 GATED = {Tensor.__setitem__} | {
     getattr(of, name)
     for of in (Tensor, torch)
@@ -283,7 +293,7 @@ class _Body:
             if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute):
                 name = each.func.attr
                 if (
-                    name in _PYTHON
+                    name in CONTAINER_METHODS
                     or name.endswith("_")
                     and name[-2:] != "__"
                     and name not in _SUMS

@@ -33,7 +33,7 @@ from ...rules.custom_ops.loops import (
     loop_total,
     nest_text,
 )
-from ..traced_values import Draws, Record, is_transforming
+from ..traced_values import Draws, Record, forget_constants, is_transforming
 
 Body = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 
@@ -163,6 +163,7 @@ def trace_body(
     entries = _Entries.apply(traced, len(carry), len(rows), *carry, *rows, *of_loops_around(consts))
     at, inner = len(carry), len(carry) + len(rows)
     note_results(entries)
+    forget_constants(entries[:at])
     replaced = dict(zip(map(id, consts), entries[inner:]))
     with _inside(traced, replaced), _Replace(replaced):
         carried, results = body(*entries[:at], *entries[at:inner])

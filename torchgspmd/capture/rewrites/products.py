@@ -61,8 +61,15 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def _einsum(equation: str, a: Tensor, b: Tensor) -> Any:
-    """Contract two operands; autocast applies."""
-    a, b = autocast(a, b)
+    """Contract two operands; autocast applies.
+
+    Where nothing is summed, PyTorch multiplies elements: without autocast, in a common dtype.
+    """
+    left, _, out = equation.partition("->")
+    if {*left.replace(",", "")} <= {*out}:
+        a, b = (x.to(torch.promote_types(a.dtype, b.dtype)) for x in (a, b))
+    else:
+        a, b = autocast(a, b)
     if a.is_sparse or b.is_sparse:
         return DECLINED
     if a.dtype != b.dtype:  # torch's kernels say so, its shape functions do not

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShardingError, user_line
+from ..rewrites.branches import Branches
 from .source import Source
 
 COUNTED = (int, float)  # types that a SymbolicNumber may stand for (symbolic_numbers.py)
@@ -164,6 +165,7 @@ class State:
         # modules in which int() and the like take numbers that only a run knows
         # (builtin_numbers.py)
         self.namespaces: list[dict[str, Any]] = []
+        self.branches = Branches()  # on values that only a run knows
 
     def add(self, source: Source, value: object = None) -> None:
         """Add a source's entry. value: the value that the program writes there."""
@@ -180,6 +182,7 @@ class State:
         facts += [f"it uses a value of {site}" for site in sorted(self.kept_sites)]
         facts += [f"it asks for an order in memory at {self.asks_order}"] if self.asks_order else []
         facts += ["it takes numbers of Python"] if not self.is_counting or self.namespaces else []
+        facts += ["it branches on values"] if self.branches.lines else []
         facts += ["its code for compilers fails"] if self.is_eager else []
         return ", ".join(facts)
 

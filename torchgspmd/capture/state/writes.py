@@ -289,5 +289,7 @@ def check_alike(what: str, old: Tensor, new: Tensor) -> None:
             f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} "
             f"and shape {list(new.shape)}",
             why="a tensor of a program keeps its type and shape",
-            fix="register a buffer, and assign a new tensor to it",
+            fix="cast it before: call the model once on one device, or its module's to()"
+            if new.shape == old.shape
+            else "register a buffer, and assign a new tensor to it",
         )

@@ -117,7 +117,8 @@ def loop_total(x: Tensor, loop: str) -> Tensor:
 
 
 def _alike(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    # A factory: torch would compute empty_like of a constant, and take its memory for a value.
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 for _op in (loop_const, loop_carry, loop_next, loop_total):

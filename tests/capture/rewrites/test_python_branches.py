@@ -1,0 +1,259 @@
+"""Branches of Python on values: both sides run, as in eager PyTorch, with their gradients."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import assert_same, message
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import torchgspmd as gspmd
+
+MESH = gspmd.Mesh(data=2, model=3)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Layers(nn.Module):
+    """Three layers, and a method with branches."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.double) for _ in range(3))
+        self.form = form.__name__
+
+    def forward(self, x):
+        return getattr(self, self.form)(x)
+
+    def assigned(self, x):
+        y = self.layers[0](x)
+        if y.sum() > 0 and y.isfinite().all():
+            y = self.layers[1](y)
+            scale = 2.0
+        elif y.amax() < 3:
+            scale = 3.0
+        else:
+            unused = "on this side"
+            scale = len(unused) / 24
+        return y * scale
+
+    def continued(self, x):
+        seen = ()
+        for layer in self.layers:
+            seen = seen + (x,)
+            if not x.mean() > -0.1 or x.isnan().any():
+                continue
+            x = torch.tanh(layer(x)) - 0.1
+        return x, seen
+
+    def returned(self, x):
+        skip = False
+        if x.mean().item() < 0:
+            skip = True
+        if self.training:
+            if skip:
+                return -x
+        z = self.layers[0](x)
+        if z.max() > 0.5:
+            return z * 2
+        return z if z.sum() > 0 else z * 3
+
+    def in_expressions(self, x):
+        y = self.layers[0](x) if x.sum() > 0 else x
+        return self.layers[1](y) * (2 if (y.mean() > 0).item() else 3)
+
+    def with_super(self, x):
+        if x.sum() > 0:
+            x = super().__getattr__("layers")[0](x)
+            self_of_side = self.layers[1]
+            x = self_of_side(x)
+        return x
+
+    def in_place(self, x):
+        y = self.layers[0](x)
+        whole = y.view(-1)
+        if y.sum() > 0:
+            y[1:3] = 0
+            y += self.layers[1](x)
+        elif y.sum() < -5:
+            y.mul_(2)
+        return whole * 2
+
+    def in_a_checkpoint(self, x):
+        return checkpoint(self.assigned, x, use_reentrant=False)
+
+
+FORMS = [
+    Layers.returned,
+    Layers.continued,
+    Layers.assigned,
+    Layers.in_expressions,
+    Layers.with_super,
+    Layers.in_place,
+    Layers.in_a_checkpoint,
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_both_sides(form):
+    """One plan runs for all values."""
+    torch.manual_seed(1)
+    model = Layers(form)
+    specs = itertools.cycle(["model data", "_ model", "data _"])
+    for layer in model.layers:
+        gspmd.mark_sharding(layer.weight, MESH, next(specs))
+    calls = [
+        torch.randn(5, 6, dtype=torch.double) * s + at for s, at in ((1, 1), (0.1, -1), (3, 0))
+    ]
+    plan = gspmd.plan(model, calls[0], mesh=MESH, in_specs="data _", grad=True)
+    for x in calls:
+        got, grads = plan.simulate(x, _poison=True)
+        want = model(x)
+        assert_same(got, want, terms=1 << 10)
+        used = [t for t in pytree.tree_leaves(want) if t.requires_grad]
+        parameters = dict(model.named_parameters())
+        exact = (
+            torch.autograd.grad(
+                sum(t.sum() for t in used), [*parameters.values()], allow_unused=True
+            )
+            if used
+            else [None] * len(parameters)
+        )
+        assert all(name in grads for name, grad in zip(parameters, exact) if grad is not None)
+        for name, grad in zip(parameters, exact):
+            if name in grads:  # zeros, not None, where the side does not run
+                want = torch.zeros_like(grads[name]) if grad is None else grad
+                assert_same(grads[name], want, name, terms=1 << 10)
+
+
+class Dropped(Layers):
+    """transformers' layerdrop."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.training:
+                probability = torch.rand([])
+                if probability < 0.5:
+                    continue
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def test_dropped_layers():
+    """Each step draws the layers that it leaves out: the numbers are those of the others."""
+    torch.manual_seed(0)
+    model, x = Dropped(Layers.assigned), torch.randn(4, 6, dtype=torch.double)
+    plan = gspmd.plan(model, x, mesh=MESH, in_specs="data _", grad=True)
+    found = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        got, grads = plan.simulate(x, _poison=True)
+        kept = [bool(grads[f"layers.{i}.weight"].any()) for i in range(3)]
+        found.add(tuple(kept))
+        y = x
+        for layer, is_kept in zip(model.layers, kept):
+            y = y + torch.tanh(layer(y)) if is_kept else y
+        assert_same(got, y)
+        total = y.sum() + sum(0 * p.sum() for p in model.parameters())
+        exact = torch.autograd.grad(total, [*model.parameters()])
+        for grad, want in zip(grads.values(), exact):
+            assert_same(grad, want)
+    assert len(found) > 2
+    model.eval()
+    assert_same(gspmd.plan(model, x, mesh=MESH).simulate(x), model(x))  # no branch
+
+
+def constants(x):
+    """Numbers in results are not those of the trace: torch computes with constants at once."""
+    pred = x.sum() > 0
+    one, other = torch.tensor(2), torch.tensor(3)
+    if pred:
+        number = one
+    else:
+        number = other
+    return x * number.item()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_of_a_side(sign):
+    x = torch.full((4, 6), float(sign))
+    assert_same(gspmd.plan(constants, x, mesh=MESH, in_specs="data _").simulate(x), constants(x))
+
+    def f(x):
+        results = torch.cond(
+            x.sum() > 0, lambda: (torch.tensor(True),), lambda: (torch.tensor(False),)
+        )
+        return x * results[0].item()
+
+    want = x * (sign > 0)
+    assert_same(gspmd.plan(f, x, mesh=MESH, in_specs="data _").simulate(x), want)
+
+
+seen = []
+
+
+def in_place(x):
+    y = x * 2
+    if y.sum() > 0:
+        (y,)[0].add_(1)
+    return y
+
+
+def in_a_table(x):
+    table = {}
+    if x.sum() > 0:
+        table["x"] = x
+    return x
+
+
+def appending(x):
+    if x.sum() > 0:
+        seen.append(x)
+    return x
+
+
+def raising(x):
+    if x.sum() > 0:
+        raise ValueError("positive")
+    return x
+
+
+def of_two_shapes(x):
+    y = x[:2] if x.sum() > 0 else x
+    return y * 2
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            x = self.norm(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "program", [in_place, in_a_table, Norm(), appending, raising, of_two_shapes]
+)
+def test_effects_and_other_shapes_are_errors(program):
+    text = message(lambda: gspmd.plan(program, torch.randn(4, 6), mesh=MESH))
+    assert text.startswith("the program depends on values: ") and not seen
+    assert "test_python_branches.py" in text and "  fix   " in text
+
+
+@pytest.mark.parametrize("equation", ["i,j->ij", "bi,ij->bij"])
+def test_products_of_elements_promote(equation):
+    """An einsum that sums nothing multiplies elements: of two dtypes, and without autocast."""
+    shapes = {"i,j->ij": ((5,), (6,)), "bi,ij->bij": ((4, 5), (5, 6))}[equation]
+    whole, x = torch.arange(100)[: shapes[0][-1]].expand(shapes[0]), torch.randn(shapes[1])
+
+    def f(whole, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = torch.einsum(equation, whole.float(), x)
+        return torch.einsum(equation, whole, x), cast
+
+    plan = gspmd.plan(f, whole, x, mesh=MESH, in_specs=(None, "model" + " _" * (x.dim() - 1)))
+    assert_same(plan.simulate(whole, x, _poison=True), f(whole, x))

@@ -1,0 +1,343 @@
+"""Python branches on values that only a run knows, as torch.cond.
+
+    if x.mean() < 0:            x = branch(x.mean() < 0, side 0, side 1)        branch_code.py
+        x = layer(x)
+
+A trace that fails at a branch is repeated with the function compiled anew. Both sides are traced,
+and a run computes one. A name that both assign alike keeps its value, tensors and numbers are
+results of the cond, and any other name is unusable behind the branch.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import CodeType, FunctionType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...compat.private_apis import (
+    DataDependentOutputException,
+    GuardOnDataDependentSymNode,
+    TorchDispatchMode,
+)
+from ...compat.private_apis import _pytree as pytree
+from ...errors import ShardingError, innermost_frame_of
+from ...rules.rewrites import rewrite_of
+from .branch_code import HELPERS, compiled
+
+_Ask = Callable[[Tensor], Tensor | None]
+# (asks for a tensor's value, returns the tables of the module's state) in the trace that runs
+TRACE: ContextVar[tuple[_Ask, Callable[[], list]]] = ContextVar("TRACE")
+_UNKNOWN = DataDependentOutputException, GuardOnDataDependentSymNode
+
+
+class Branches:
+    """The functions that branch on values in the traces so far."""
+
+    def __init__(self) -> None:
+        self.lines: dict[FunctionType, set[int]] = {}  # of the tests
+        self.of_code: dict[CodeType, FunctionType] = {}  # by a code that was compiled anew
+
+    def learn(self, error: BaseException | None) -> bool:
+        """Return whether another trace can pass the branch at which a trace has failed."""
+        if not isinstance(error, _UNKNOWN) or (trace := innermost_frame_of(error)) is None:
+            return False
+        code, line = trace.tb_frame.f_code, trace.tb_lineno
+        found = (f for f in gc.get_referrers(code) if isinstance(f, FunctionType))
+        function = self.of_code.get(code) or next((f for f in found if f.__code__ is code), None)
+        if function is None or line in (lines := self.lines.get(function, set())):
+            return False
+        if compiled(function.__code__, {*lines, line}) is None:
+            return False
+        self.lines[function] = {*lines, line}
+        return True
+
+    @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Run the functions with their branches as calls."""
+        changed = list[tuple[FunctionType, CodeType]]()
+        try:
+            for function, lines in self.lines.items():
+                if (code := compiled(function.__code__, lines)) is not None:
+                    changed.append((function, function.__code__))
+                    self.of_code |= dict.fromkeys(_with_inner(code), function)
+                    function.__globals__[HELPERS] = _NAMESPACE
+                    function.__code__ = code
+            yield
+        finally:
+            for function, code in changed:
+                function.__code__ = code
+                function.__globals__.pop(HELPERS, None)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _with_inner(each)
+
+
+class _Absent:
+    """The value of a name that is not assigned."""
+
+
+class Differing:
+    """The value of a name that is no tensor or number, and other on either side of a branch."""
+
+    def __init__(self, error: ShardingError) -> None:
+        self.__dict__["_error"] = error
+
+    def _raise(self, *_: object) -> NoReturn:
+        raise self.__dict__["_error"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__":
+            raise AttributeError(name)
+        self._raise()
+
+    __setattr__ = __bool__ = __iter__ = __getitem__ = __call__ = __len__ = _raise
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = _raise
+
+
+ABSENT = _Absent()
+
+
+def branch(
+    test: object,
+    yes: Callable[..., tuple],
+    no: Callable[..., tuple],
+    reads: Sequence[Callable[[], object]],
+    names: Sequence[str],
+    changed: Iterable[str] = (),
+) -> tuple:
+    """Return the values of names behind a branch.
+
+    reads: return their values before it. changed: names whose tensors the sides change in place, of
+    which they have copies.
+    """
+    before = values(reads)
+    if (goes := _unknown(test)) is None:
+        after = (yes if test else no)(*before)
+    else:
+        after = _traced(goes, yes, no, before, names)
+    return tuple(
+        _written(x, y) if name in changed else y for name, x, y in zip(names, before, after)
+    )
+
+
+def _written(before: object, after: object) -> object:
+    """Return a tensor that was there before a branch, with the values behind it."""
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return after
+    return before if after is before else before.copy_(after)
+
+
+def copied(value: object) -> object:
+    """Return a value that a side may change in place."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if value is ABSENT or _is_plain(value) or isinstance(value, tuple):
+        return value
+    raise _effect("changes a list, a table or an object")
+
+
+def _traced(
+    goes: Tensor,
+    yes: Callable[..., tuple],
+    no: Callable[..., tuple],
+    before: tuple,
+    names: Sequence[str],
+) -> tuple:
+    """Return the values of names behind a branch on a value that only a run knows."""
+    sides = [_leaves_of(_run_once(side, before)) for side in (yes, no)]
+    results, chosen = list[Any](), list[tuple[int, int]]()
+    for i, (name, one, other) in enumerate(zip(names, *sides)):
+        if one[1] != other[1]:
+            results.append(_differing(name))
+            continue
+        leaves = list[Any]()
+        for k, (a, b) in enumerate(zip(one[0], other[0])):
+            if not (is_same := a is b or _is_plain(a) and type(a) is type(b) and a == b):
+                if _type_of(a, b) is None:
+                    leaves = [_differing(name)]
+                    break
+                chosen.append((i, k))
+            leaves.append(a if is_same else ABSENT)
+        results.append(leaves)
+    types = {(i, k): _type_of(sides[0][i][0][k], sides[1][i][0][k]) for i, k in chosen}
+
+    def tensors(side: Callable[..., tuple]) -> list[Tensor]:
+        leaves = [each for each, _ in _leaves_of(side(*before))]
+        return [_as_tensor(leaves[i][k], types[i, k]) for i, k in chosen]
+
+    if chosen:
+        cond = rewrite_of("body", torch.ops.higher_order.cond)
+        assert cond is not None
+        outs = cond(goes, lambda: tensors(yes), lambda: tensors(no), ())
+        for (i, k), out in zip(chosen, outs):
+            results[i][k] = out
+    return tuple(
+        leaves if isinstance(leaves, Differing) else _rebuilt(leaves, one[1])
+        for leaves, one in zip(results, sides[0])
+    )
+
+
+def choose(test: object, yes: Callable[[], object], no: Callable[[], object]) -> object:
+    """Return `yes() if test else no()`."""
+    return branch(test, lambda _: (yes(),), lambda _: (no(),), (lambda: None,), ("the value",))[0]
+
+
+def no(value: object) -> object:
+    return not value if (truth := _unknown(value)) is None else truth.logical_not()
+
+
+def both(*parts: Callable[[], object]) -> object:
+    """Return `a and b`; all parts are computed from the first on that only a run knows."""
+    return _joined(parts, torch.logical_and, True)
+
+
+def either(*parts: Callable[[], object]) -> object:
+    return _joined(parts, torch.logical_or, False)
+
+
+def _joined(parts: Sequence[Callable[[], object]], join: Callable, goes_on: bool) -> object:
+    value: Any = goes_on
+    for i, part in enumerate(parts):
+        value = part()
+        if (truth := _unknown(value)) is not None:
+            for each in parts[i + 1 :]:
+                other = _unknown(value := each())
+                truth = join(truth, torch.tensor(bool(value)) if other is None else other)
+            return truth
+        if bool(value) is not goes_on:
+            return value
+    return value
+
+
+def _unknown(test: object) -> Tensor | None:
+    """Return a truth value [] that only a run knows; None for another test."""
+    if isinstance(test, torch.SymBool):
+        test = test.node.maybe_as_bool() if test.node.has_hint() else _of_symbol(test)
+    if not isinstance(test, Tensor) or test.numel() != 1 or TRACE.get()[0](test) is not None:
+        return None
+    return (test.detach().reshape(()) != 0) if test.dtype != torch.bool else test.reshape(())
+
+
+def _of_symbol(test: torch.SymBool) -> Tensor:
+    return torch.scalar_tensor(torch.sym_ite(test, 1, 0), dtype=torch.int64) != 0
+
+
+def values(reads: Sequence[Callable[[], object]]) -> tuple:
+    """Return the values of names, ABSENT for one that is not assigned."""
+    results = list[object]()
+    for read in reads:
+        try:
+            results.append(read())
+        except NameError:
+            results.append(ABSENT)
+    return tuple(results)
+
+
+def _leaves_of(values: Sequence[object]) -> list[tuple[list[Any], Any]]:
+    return [pytree.tree_flatten(value) for value in values]
+
+
+def _rebuilt(leaves: list[Any], tree: Any) -> object:
+    differing = [x for x in leaves if isinstance(x, Differing)]
+    return differing[0] if differing else pytree.tree_unflatten(leaves, tree)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
+
+
+def _type_of(a: Any, b: Any) -> torch.dtype | None:
+    """Return the dtype of a result that two tensors or numbers have in common, else None."""
+    one, other = (x if isinstance(x, Tensor) else None for x in (a, b))
+    if one is not None and other is not None:
+        return one.dtype if one.dtype == other.dtype and one.shape == other.shape else None
+    tensor, number = (one, b) if one is not None else (other, a)
+    if not isinstance(number, bool | int | float):
+        return None
+    if tensor is not None:
+        return tensor.dtype if tensor.dim() == 0 else None
+    return torch.tensor(a).dtype if type(a) is type(b) else None
+
+
+def _as_tensor(value: Any, dtype: torch.dtype | None) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+
+
+def _differing(name: str) -> Differing:
+    return Differing(
+        ShardingError.here(
+            f"the program depends on values: '{name}' is of another kind on either side of a "
+            "branch on a value",
+            why="what comes after is one program for both sides",
+            fix="give it tensors of one shape and dtype on both sides",
+        ),
+    )
+
+
+def _run_once(side: Callable[..., tuple], before: Sequence[object]) -> tuple:
+    """Run a side for its values; raise ShardingError if it has effects.
+
+    Its operations are traced again in the cond, and these are dropped.
+    """
+    tables = TRACE.get()[1]
+    held = [(table, table.entries()) for table in tables()]
+    with _Writes():
+        results = side(*before)
+    for table, entries in held:
+        now = table.entries()
+        if now.keys() != entries.keys() or any(now[k] is not entries[k] for k in now):
+            raise _effect("assigns an attribute")
+    return results
+
+
+def _effect(what: str) -> ShardingError:
+    return ShardingError.here(
+        f"the program depends on values: a side of a branch on a value {what}",
+        why="both sides are traced, and a run computes one of them: its results alone count",
+        fix="compute new tensors there, and assign them behind the branch; or use torch.where",
+    )
+
+
+class _Writes(TorchDispatchMode):
+    """Raises if an operation changes a tensor in place that was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for i, parameter in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(parameter.name)
+            if parameter.alias_info is not None and parameter.alias_info.is_write:
+                for x in pytree.tree_leaves(value):
+                    if isinstance(x, Tensor) and id(x) not in self.own:
+                        raise _effect("changes a tensor in place")
+        result = func(*args, **kwargs)
+        if not getattr(func, "is_view", False) or id(args[0]) in self.own:
+            self.own |= {id(x): x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
+        return result
+
+
+_NAMESPACE = {
+    "branch": branch,
+    "choose": choose,
+    "no": no,
+    "both": both,
+    "either": either,
+    "values": values,
+    "copied": copied,
+    "ABSENT": ABSENT,
+}
