@@ -4,21 +4,25 @@
 
     mask        from b, h, q, k: whether a score is seen; tiles without seen scores are skipped
     score       from score, b, h, q, k: the new score
-    gradient    from grad, score, b, h, q, k: the gradient for the old score
+    gradient    from grad, score, b, h, q, k: the gradient for the old score; or a list of it and
+                of [buffer, [index, ...], gradient] for each entry that needs one
 
 flex_capture.py writes the functions, as expressions with elementwise operations. An empty one
 changes nothing. b, h, q and k are positions over all shards; u0, u1, ... are the buffers.
-Expressions assign to t0, t1, ...
+Expressions assign to t0, t1, ... A buffer that only scores read, at the positions b, h or q
+themselves, is sharded like the queries there (`shard_dims`). The gradients of n buffers are
+further results, of `flex_attention_backward_n`.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import CodeType
 from typing import Any
 
@@ -30,8 +34,8 @@ from ...compat.private_apis import OpOverload
 from ...errors import ShardingError
 from ...rules.ops.pointwise import named
 from .bounds import Visible, blocks_seen
-from .call import AttentionCall, Gradients, Results, Upstream, backward_schema, forward_schema
-from .tiles import Place, ScoreChange, Tiles, empty_gradients, empty_results
+from .call import AttentionCall, Results, Upstream, backward_schema, forward_schema
+from .tiles import Place, ScoreChange, Tiles, empty_gradients, empty_results, lse_dtype
 
 _NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
 
@@ -48,16 +52,16 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @cache
-def _compiled(text: str) -> CodeType:
-    """Return an expression's code. Its text may come from a saved plan, so it is checked.
+def _parsed(text: str) -> ast.Expression:
+    """Return an expression's tree. Its text may come from a saved plan, so it is checked.
 
     Raises:
         ShardingError: It uses more than elementwise operations.
     """
     try:
-        tree = ast.parse(text, mode="eval")
+        tree = ast.parse(text or "0", mode="eval")
         if _is_expression(tree.body):
-            return compile(tree, "<flex_attention>", "eval")
+            return tree
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         pass
     raise ShardingError.here(
@@ -65,6 +69,20 @@ def _compiled(text: str) -> CodeType:
         why=f"it is {text[:80]!r}",
         fix="plan the model again",
     )
+
+
+@cache
+def _compiled(text: str, local: tuple[tuple[int, int], ...] = ()) -> CodeType:
+    """Return an expression's code.
+
+    local: (buffer, dimension) pairs that are sharded; a position there counts from the shard on.
+    """
+    tree = copy.deepcopy(_parsed(text))
+    for buffer, index in _reads(tree) if local else ():
+        for d, place in enumerate(index):
+            if (buffer, d) in local and isinstance(place, ast.Name):
+                index[d] = ast.copy_location(ast.Name(f"{place.id}_", ast.Load()), place)
+    return compile(tree, "<flex_attention>", "eval")
 
 
 def _is_expression(node: ast.AST) -> bool:
@@ -87,6 +105,49 @@ def _is_expression(node: ast.AST) -> bool:
     return is_elementwise(_operator(node.func)) and all(map(_is_expression, values))
 
 
+def _reads(tree: ast.AST) -> Iterator[tuple[int, list[ast.expr]]]:
+    """Yield each read of a buffer: its number and its index. A buffer as it stands has none."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id.startswith("u"):
+            yield int(node.id[1:]), []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "aten.index.Tensor":
+            buffer, index = node.args
+            if isinstance(buffer, ast.Name) and isinstance(index, ast.List):
+                yield int(buffer.id[1:]), index.elts
+        if isinstance(node, ast.List) and len(node.elts) == 3:
+            buffer, index, _ = node.elts
+            if isinstance(buffer, ast.Constant) and isinstance(index, ast.List):
+                yield int(buffer.value), index.elts  # pyright: ignore[reportArgumentType]
+
+
+@cache
+def shard_dims(mask: str, score: str, gradient: str) -> dict[tuple[int, int], str]:
+    """Return the (buffer, dimension) pairs that only b, only h or only q indexes, and which.
+
+    A mask's buffers have none: every device bounds the whole mask.
+    """
+    of_mask = {i for i, _ in _reads(_parsed(mask))}
+    found: dict[tuple[int, int], set[str]] = {}
+    for buffer, index in (read for text in (score, gradient) for read in _reads(_parsed(text))):
+        for d, place in enumerate(index if buffer not in of_mask else ()):
+            found.setdefault((buffer, d), set()).add(ast.unparse(place))
+    names = {key: next(iter(places)) for key, places in found.items() if len(places) == 1}
+    return {key: name for key, name in names.items() if name in ("b", "h", "q")}
+
+
+@cache
+def learned_buffers(gradient: str) -> tuple[int, ...]:
+    """Return the numbers of the buffers that need a gradient."""
+    return tuple(sorted({ast.literal_eval(buffer) for buffer, _ in _terms(gradient)}))
+
+
+def _terms(gradient: str) -> list[tuple[ast.expr, list[ast.expr]]]:
+    """Return the buffer and the index of each entry that needs a gradient."""
+    body = _parsed(gradient).body
+    terms: list[Any] = body.elts[1:] if isinstance(body, ast.List) else []
+    return [(buffer, index.elts) for buffer, index, _ in (term.elts for term in terms)]
+
+
 def _operator(node: ast.AST) -> object:
     """Return the operator that a name such as aten.ge.Tensor means, or None."""
     names = ast.unparse(node).split(".")
@@ -103,15 +164,18 @@ def is_elementwise(op: object) -> bool:
 
 @dataclass(frozen=True)
 class Flex(ScoreChange):
-    """A change by expressions. buffers: the tensors that they read, not sharded.
+    """A change by expressions. buffers: the tensors that they read.
 
-    For `blocks` some may be None: not known.
+    For `blocks` some may be None: not known. shard: the device's place; without one, the shard is
+    everything. terms: the gradients of learned buffers, which a backward adds up.
     """
 
     buffers: Sequence[Any]
     mask: str
     score: str
     gradient: str
+    shard: Place | None = None
+    terms: Sequence[Tensor] = ()
 
     @property
     def functions(self) -> tuple[Any, ...]:
@@ -134,8 +198,31 @@ class Flex(ScoreChange):
             "k": keys,
             **values,
         }
+        local = self._local
+        if local and self.shard is not None:
+            b, h, g = (torch.arange(n, device=device) for n in shape[:3])
+            names |= {
+                "b_": b.view(-1, 1, 1, 1, 1),
+                "h_": (h.view(-1, 1, 1, 1) * len(g) + g.view(-1, 1, 1)),
+                "q_": names["q"] - self.shard.first[3],
+            }
         # eval is safe here: _compiled accepts elementwise operators and variables alone.
-        return eval(_compiled(text), {**_NAMES, **names})
+        return eval(_compiled(text, local), {**_NAMES, **names})
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all buffers of the mask are known."""
+        return not any(self.buffers[i] is None for i, _ in _reads(_parsed(self.mask)))
+
+    @cached_property
+    def _local(self) -> tuple[tuple[int, int], ...]:
+        """The (buffer, dimension) pairs that are sharded."""
+        if self.shard is None or not self.score:
+            return ()
+        b, h, g, q, _ = self.shard.whole
+        whole = {"b": b, "h": h * g, "q": q}
+        dims = shard_dims(self.mask, self.score, self.gradient).items()
+        return tuple((i, d) for (i, d), n in dims if self.buffers[i].shape[d] != whole[n])
 
     def _lead(
         self, place: Place, shape: Sequence[int], device: torch.device
@@ -182,12 +269,51 @@ class Flex(ScoreChange):
             return grad
         values = {"score": scores, "grad": grad}
         result = self._value(self.gradient, place, scores.shape, scores.device, **values)
+        if isinstance(result, list):
+            result, *terms = result
+            totals = dict(zip(learned_buffers(self.gradient), self.terms))
+            lead = zip(place.first, grad.shape[:3], place.whole)
+            padded = any(first + size > whole for first, size, whole in lead)
+            for (buffer, index, term), apart in zip(terms, _apart(self.gradient), strict=True):
+                _add_entries(totals[buffer], index, term.expand_as(grad), apart and not padded)
         return result.to(grad.dtype).expand_as(grad)
 
 
-def flex_tiles(call: AttentionCall, functions: Sequence[Any]) -> Tiles:
+@cache
+def _apart(gradient: str) -> list[bool]:
+    """Return for each learned entry whether different positions have different entries."""
+    places = [[*map(ast.unparse, index)] for _, index in _terms(gradient)]
+    return [len({*each}) == len(each) and {*each} <= {*"bhqk"} for each in places]
+
+
+def _add_entries(total: Tensor, index: list[Tensor], terms: Tensor, apart: bool) -> None:
+    """Add terms [b, h, g, s, t] to the entries that an index gives them.
+
+    apart: no two positions have one entry, once terms are summed over the other positions.
+    """
+    sizes = torch.broadcast_shapes(*(x.shape for x in index))
+    # Fewer terms to place: first the sums over dimensions in which all of them have one entry.
+    dims = [d for d in range(5) if d < 5 - len(sizes) or sizes[d - 5] == 1]
+    terms = terms.sum(dims, keepdim=True) if dims else terms
+    terms = terms.to(total.dtype).view(sizes)
+    if not index:
+        total += terms
+    elif apart:
+        total.index_put_(tuple(index), total[tuple(index)] + terms)
+    else:
+        total.index_put_(tuple(index), terms, accumulate=True)
+
+
+def flex_tiles(call: AttentionCall, functions: Sequence[Any], terms: Sequence[Any] = ()) -> Tiles:
     """Return a call's tiles. functions: the buffers and the three expressions."""
-    return Tiles(call, Flex(*functions))
+    return Tiles(call, Flex(*functions, Place.of(call), terms))
+
+
+def empty_terms(q: Tensor, functions: Sequence[Any]) -> list[Tensor]:
+    """Return zeros for the gradients of learned buffers."""
+    buffers, *_, gradient = functions
+    dtype = lse_dtype(q)
+    return [torch.zeros_like(buffers[i], dtype=dtype) for i in learned_buffers(gradient)]
 
 
 _REST = (
@@ -196,10 +322,8 @@ _REST = (
 )
 
 
-def _tiles(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tiles:
-    *functions, scale = rest[:5]
-    call = AttentionCall(q, k, v, False, scale, region=rest[6] if len(rest) > 6 else None)
-    return flex_tiles(call, functions)
+def _call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> AttentionCall:
+    return AttentionCall(q, k, v, False, rest[4], region=rest[6] if len(rest) > 6 else None)
 
 
 @custom_op("flex_attention", schema=forward_schema(_REST), tags=READS_MASKS)
@@ -209,33 +333,86 @@ def flex_attention(*args: Any) -> Results:
     q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. price: see mask_shares.py. region: as
     `attention` has it with dropout.
     """
-    out, lse = _tiles(*args).forward()
+    out, lse = flex_tiles(_call(*args), args[3:7]).forward()
     return out.contiguous(), lse
 
 
 flex_attention.register_fake(empty_results)
 
 
-@custom_op("flex_attention_backward", schema=backward_schema(_REST), tags=READS_MASKS)
-def flex_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object
-) -> Gradients:
-    return _tiles(q, k, v, *rest).backward(Upstream(grad, out, lse))
+def _backward_of(count: int) -> Any:
+    """Return the backward for calls with so many learned buffers."""
+    name = "flex_attention_backward" + (f"_{count}" if count else "")
+    schema = backward_schema(_REST)[:-1] + ", Tensor" * count + ")"
+
+    @custom_op(name, schema=schema, tags=READS_MASKS)
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        grad, q, k, v, out, lse, *rest = args
+        terms = empty_terms(q, rest[:4])
+        tiles = flex_tiles(_call(q, k, v, *rest), rest[:4], terms)
+        return *tiles.backward(Upstream(grad, out, lse)), *terms
+
+    @backward.register_fake
+    def _(*args: Any) -> tuple[Tensor, ...]:
+        return *empty_gradients(*args[:6]), *empty_terms(args[1], args[6:10])
+
+    return backward
 
 
-flex_attention_backward.register_fake(empty_gradients)
+# A table has a fixed number of results for each operator.
+BACKWARDS = [_backward_of(count) for count in range(5)]
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, buffers, *ctx.options = inputs[:8]  # A program before it is sharded has no regions.
     ctx.save_for_backward(q, k, v, *output, *buffers)
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
+def _backward(ctx: Any, grad: Tensor | None, lse_grad: Tensor | None) -> tuple:
     q, k, v, out, lse, *buffers = ctx.saved_tensors
-    grads = flex_attention_backward(grad, q, k, v, out, lse, buffers, *ctx.options)
-    return (*grads, [None] * len(buffers), *(None,) * len(ctx.options))
+    grad = torch.zeros_like(out) if grad is None else grad
+    values = v
+    if lse_grad is not None:
+        # The gradient of scores is weights * (grad v - sum(grad * out) + lse_grad). One more column
+        # adds lse_grad: the sum has it, and the product with v has not.
+        grad = torch.cat([grad, -lse_grad.unsqueeze(-1).to(grad.dtype)], -1)
+        out = torch.nn.functional.pad(out, (0, 1), value=1.0)
+        values = torch.nn.functional.pad(v, (0, 1))
+    learned = learned_buffers(ctx.options[2])
+    op = BACKWARDS[len(learned)]
+    q_grad, k_grad, v_grad, *terms = op(grad, q, k, values, out, lse, buffers, *ctx.options)
+    of_buffers: list[Tensor | None] = [None] * len(buffers)
+    for i, term in zip(learned, terms, strict=True):
+        of_buffers[i] = term.to(buffers[i].dtype)
+    v_grad = v_grad[..., : v.shape[-1]] if values is not v else v_grad
+    return q_grad, k_grad, v_grad, of_buffers, *(None,) * len(ctx.options)
 
 
 flex_attention.register_autograd(_backward, setup_context=_context)
+
+
+def biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool, scale: float
+) -> Tensor | None:
+    """Return attention with a bias that needs a gradient, or None for shapes that have no rule.
+
+    bias: added to the scores; its dimensions are the last ones of [b, h, s, t], or 1.
+    """
+    shape = (*q.shape[:-1], k.shape[-2])
+    sizes = (*shape, *q.shape, *k.shape, *v.shape, *bias.shape)
+    if q.dim() != 4 or bias.dim() > 4 or not all(type(n) is int for n in sizes):
+        return None
+    names = list(zip("bhqk", shape))[4 - bias.dim() :]
+    if any(size not in (1, n) for size, (_, n) in zip(bias.shape, names)):
+        return None
+    places = [name for size, (name, _) in zip(bias.shape, names) if size > 1]
+    entry = f"aten.index.Tensor(u0, [{', '.join(places)}])" if places else "u0"
+    index = [n for n in range(bias.dim()) if bias.shape[n] == 1]
+    return flex_attention(
+        *(q, k, v, [bias.squeeze(index)]),
+        "aten.ge.Tensor(q, k)" if causal else "",
+        f"aten.add.Tensor(score, {entry})",
+        f"[grad, [0, [{', '.join(places)}], grad]]",
+        scale,
+    )[0]

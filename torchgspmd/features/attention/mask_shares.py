@@ -27,7 +27,7 @@ from ...compat.private_apis import OpOverload
 from ...fx_passes.expand.split_fused import axes_along
 from ...fx_passes.ir import Rules
 from ...fx_passes.propagate.layouts import Layouts
-from .flex_op import Flex
+from .flex_op import BACKWARDS, Flex, flex_attention
 from .ring_rows import pieces_of, rows_seen
 from .tiles import Place
 from .token_orders import IN_ORDER, TokenOrder, blocks_of, in_order, orders
@@ -36,9 +36,9 @@ _CPU = torch.device("cpu")
 OWN = "tokens in their own order, which takes least time"
 Pieces = list[tuple[int, int]]
 # The operators, and the index of their queries. Buffers, expressions and the scale follow values.
-FLEX = {
-    torch.ops.torchgspmd.flex_attention.default: 0,
-    torch.ops.torchgspmd.flex_attention_backward.default: 1,
+FLEX: dict[Any, int] = {
+    flex_attention._opoverload: 0,
+    **{op._opoverload: 1 for op in BACKWARDS},
 }
 
 
@@ -153,8 +153,7 @@ class MaskedRing:
 
     def described(self) -> str:
         """Return how tokens are divided, for a plan's summary."""
-        buffers = self.change.buffers
-        if any(x is None for x in buffers):
+        if not self.change.is_known:
             return "tokens in their own order, since their mask is known in a run alone"
         most = max(self.work) * self.n / (sum(self.work) or 1.0)
         order = "blocks of tokens ordered by their work" if IN_ORDER in self.change.mask else OWN

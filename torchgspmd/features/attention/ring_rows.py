@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall, Gradients, Results, Upstream
-from .flex_op import Flex, flex_tiles
+from .flex_op import Flex, empty_terms, flex_tiles
 from .op import Merged, computed, gradients
 from .ring_blocks import Joint, Message, RingCall, RingOptions, Steps, packed, unpacked
 from .tiles import Place, lse_dtype
@@ -136,10 +136,12 @@ class _Rows(NamedTuple):
         call, functions = self._part(step, keys), RingOptions(*self.ring.options).functions
         return flex_tiles(call, functions).forward() if functions else computed(call)
 
-    def backward(self, step: int, keys: Sequence[Tensor], upstream: Upstream) -> Gradients:
+    def backward(
+        self, step: int, keys: Sequence[Tensor], upstream: Upstream, terms: Sequence[Tensor]
+    ) -> Gradients:
         call, functions = self._part(step, keys), RingOptions(*self.ring.options).functions
         if functions:
-            return flex_tiles(call, functions).backward(upstream)
+            return flex_tiles(call, functions, terms).backward(upstream)
         return gradients(call, upstream)
 
 
@@ -200,8 +202,10 @@ def forward_by_rows(n: int, me: int, ring: RingCall, call: AttentionCall) -> Ste
 def backward_by_rows(
     n: int, me: int, ring: RingCall, call: AttentionCall, upstream: Upstream
 ) -> Steps:
-    """Run one device's steps; return the gradients of its queries, keys and values."""
+    """Run one device's steps; return the gradients of its queries, keys, values and buffers."""
     rows = yield from _rows_of(n, me, ring, call)
+    functions = RingOptions(*ring.options).functions
+    terms_of_buffers = empty_terms(call.q, functions) if functions else []
     totals = [
         torch.zeros_like(x, dtype=lse_dtype(x), memory_format=torch.contiguous_format)
         for x in call[:3]
@@ -213,7 +217,7 @@ def backward_by_rows(
         arrival = (yield joint.message) if travels else None
         grads = None
         if step < n and keys[0].shape[-2]:
-            q_grad, *grads = rows.backward(step, keys, upstream)
+            q_grad, *grads = rows.backward(step, keys, upstream, terms_of_buffers)
             totals[0] += q_grad
             if step == 0:
                 _add(totals[1:], rows.step(me, 0), grads)
@@ -223,7 +227,7 @@ def backward_by_rows(
         if there in terms:
             home = rows.step(there, step - 1)
             _add(totals[1:], home, unpacked(terms[there], rows.like(home)))
-    return cast(Gradients, tuple(x.to(y.dtype) for x, y in zip(totals, call[:3])))
+    return *(x.to(y.dtype) for x, y in zip(totals, call[:3])), *terms_of_buffers
 
 
 def _arrived(rows: _Rows, step: int, came: dict[int, Tensor]) -> list[Tensor]:
