@@ -27,7 +27,8 @@ from ...compat.private_apis import _disable_current_modes, get_interpreter_stack
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError
 from ...rules.rewrites import DECLINED, rewrite
-from .flex_op import BACKWARDS, flex_attention, is_elementwise, learned_buffers
+from .expressions import is_elementwise, learned_buffers
+from .flex_op import BACKWARDS, flex_attention
 
 _POSITIONS = ("b", "h", "q", "k")
 

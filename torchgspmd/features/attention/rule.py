@@ -39,7 +39,8 @@ from ...rules.registry import rule_for
 from ...rules.rewrites import rewrite
 from . import op as _op  # noqa: F401
 from .call import AttentionCall, of_backward, of_parts
-from .flex_op import BACKWARDS, learned_buffers, shard_dims
+from .expressions import learned_buffers, shard_dims
+from .flex_op import BACKWARDS
 from .lending import LSE_ITEMSIZE
 from .tiles import merge_parts
 from .token_orders import TokenOrder, in_order
