@@ -195,11 +195,6 @@ class _Reordering:
 
         attention: operations to balance, each with what that saves, in bytes on the wire.
         """
-        if self.order.in_run:
-            added = add_order(self.graph, self.layouts, self.order, next(iter(attention)))
-            if added is None:
-                return False
-            self.added["starts"], self.blocks = added
         rules = {node: self.ops[node].rule for node in attention}
         self.attention = {node: rule.balance for node, rule in rules.items() if rule.balance}
         begin = [Tokens(node, "", 1) for node in self.attention]
@@ -207,9 +202,14 @@ class _Reordering:
             self.cut.add(ZIGZAG, tokens, attention[tokens.node])
         places = self._add_values(begin)
         reordered = self.cut.first_side(ZIGZAG, NATURAL)
+        chosen = [tokens.node for tokens in begin if tokens in reordered]
+        if chosen and self.order.in_run:
+            added = add_order(self.graph, self.layouts, self.order, chosen[0])
+            if added is None:
+                return False
+            self.added["starts"], self.blocks = added
         for place in places:
             self._exchange(place, reordered)
-        chosen = [tokens.node for tokens in begin if tokens in reordered]
         for node in chosen:
             starts = self.added.get("starts")
             if self.order.blocks and starts is None:
