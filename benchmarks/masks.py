@@ -1,599 +1,270 @@
-"""Masks and biases that people publish, along a sharded sequence: numbers, bytes, balance.
+"""Bytes and balance of published masks and biases along a sharded sequence. Nothing is run.
 
-    python benchmarks/masks.py [--only window] [--meshes seq=4] [--big]
+    python benchmarks/masks.py [--only window] [--tokens 2048] [--devices 8] [--rate 100]
 
-Each case is plain PyTorch: flex_attention, F.scaled_dot_product_attention or varlen_attn, forward
-and backward in float64 on simulated devices with poisoned padding, beside all scores of one device.
+Each row is the forward of one layer in plain PyTorch, from tokens to a loss, with 4 query heads and
+1 key head of width 128 in float32. Beside it:
+
+    sent     bytes that a device sends, over a gather of keys and values. Where only a run knows the
+             mask, these are bytes at most: a ring sends the rows that are seen
+    work     blocks of 32 x 32 scores that the busiest device computes, over an even split of those
+             that have a seen score
+    order    of tokens: their own, one that planning finds, or one that each run computes
+
+tests/features/attention/test_masks.py compares numbers and gradients of such masks with one device.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
-import time
-import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    _vmap_for_bhqkv,
-    and_masks,
-    create_block_mask,
-    create_mask,
-    flex_attention,
-    or_masks,
-)
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
 import torchgspmd as gspmd
-from torchgspmd.features.attention import tiles as attention_tiles
+from torchgspmd.features.attention.flex_op import Flex
+from torchgspmd.features.attention.mask_shares import FLEX
+from torchgspmd.features.attention.tiles import Place
 
-warnings.filterwarnings("ignore")
-B, H, HK, D = 2, 4, 2, 8
-
-
-class Case(NamedTuple):
-    """Functions of flex_attention. make(s, *params) returns mask_mod and score_mod.
-
-    params(s): tensors that need gradients (floating) or do not.  inside: they are made in forward.
-    """
-
-    make: Callable[..., Any]
-    params: Callable[[int], list[Tensor]] = lambda s: []
-    lse: bool = False
-    inside: bool = False
-    square: int = 0  # a length that the case needs
+BATCH, HEADS, WIDTH, MODEL, BLOCK = 2, 4, 128, 512, 32
+Made = tuple[Any, Any]  # mask_mod, score_mod
 
 
-CASES: dict[str, Case] = {}
+def borders(s: int) -> list[int]:
+    return [0, s // 5, s // 5 + 20, s // 2, s - s // 7, s]
 
 
-def case(name: str, **options: Any) -> Callable:
-    def add(make: Callable) -> Callable:
-        CASES[name] = Case(make, **options)
-        return make
-
-    return add
+def documents_of(cu: Tensor, s: int) -> Tensor:
+    return torch.searchsorted(cu, torch.arange(s, device=cu.device), right=True) - 1
 
 
-def ends(s: int) -> list[int]:
-    return [0, s // 5, s // 5 + 2, s // 2, s - s // 7, s]
-
-
-def docs(s: int) -> Tensor:
-    e = torch.tensor(ends(s)[1:-1])
-    return (torch.arange(s, device="cpu").unsqueeze(1) >= e).sum(1)
-
-
-def causal(b, h, q, k):
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
 
-def window_of(w):
-    def window(b, h, q, k):
-        return (q >= k) & (q - k < w)
+def near(width: int) -> Callable[..., Tensor]:
+    return lambda b, h, q, k: (q >= k) & (q - k < width)
 
-    return window
 
+def same(cu: Tensor, s: int) -> Callable[..., Tensor]:
+    document = documents_of(cu, s)
+    return lambda b, h, q, k: document[q] == document[k]
 
-@case("causal")
-def _(s):
-    return causal, None
 
+def by_document(cu: Tensor, s: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a mask of positions within documents, as attention gym has it."""
+    document = documents_of(cu, s)
 
-@case("noop")
-def _(s):
-    return None, None
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        places = (x - cu[document[x]] for x in (q, k))
+        return (document[q] == document[k]) & inner(b, h, *places)
 
+    return mask
 
-@case("sliding window")
-def _(s):
-    return window_of(max(3, s // 8)), None
 
+def natten(side: int, kernel: int) -> Callable[..., Tensor]:
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        half = kernel // 2
+        x, y = ((p).clamp(half, side - 1 - half) for p in (q // side, q % side))
+        return ((x - k // side).abs() <= half) & ((y - k % side).abs() <= half)
 
-@case("symmetric window")
-def _(s):
-    w = max(2, s // 10)
-    return lambda b, h, q, k: (q - k).abs() <= w, None
+    return mask
 
 
-@case("symmetric window torch.abs")
-def _(s):
-    w = max(2, s // 10)
-    return lambda b, h, q, k: torch.abs(q - k) <= w, None
+def block_diffusion(half: int, size: int) -> Callable[..., Tensor]:
+    """Return BD3-LM's mask: noisy tokens, then clean ones."""
 
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        clean_q, clean_k = q >= half, k >= half
+        block_q, block_k = (torch.where(p >= half, p - half, p) // size for p in (q, k))
+        diagonal = (block_q == block_k) & (clean_q == clean_k)
+        before = (block_q > block_k) & clean_k & ~clean_q
+        return diagonal | before | ((block_q >= block_k) & clean_k & clean_q)
 
-@case("document causal")
-def _(s):
-    d = docs(s)
-    return lambda b, h, q, k: (d[q] == d[k]) & (q >= k), None
+    return mask
 
 
-@case("document")
-def _(s):
-    d = docs(s)
-    return lambda b, h, q, k: d[q] == d[k], None
-
-
-@case("document window")
-def _(s):
-    d = docs(s)
-    return and_masks(lambda b, h, q, k: d[q] == d[k], window_of(max(3, s // 9))), None
-
-
-@case("document per batch row")
-def _(s):
-    d = torch.stack([docs(s), docs(s).flip(0)])
-    return lambda b, h, q, k: (d[b, q] == d[b, k]) & (q >= k), None
-
-
-@case("document per batch row, sliced")
-def _(s):
-    d = torch.stack([docs(s), docs(s).flip(0)])
-    return lambda b, h, q, k: (d[b][q] == d[b][k]) & (q >= k), None
-
-
-@case("document argument", params=lambda s: [torch.stack([docs(s), docs(s).flip(0)])], inside=True)
-def _(s, d):
-    return lambda b, h, q, k: (d[b, q] == d[b, k]) & (q >= k), None
-
-
-@case("cu_seqlens argument", params=lambda s: [torch.tensor(ends(s))], inside=True)
-def _(s, cu):
-    d = torch.searchsorted(cu, torch.arange(s, device="cpu"), right=True)
-    return lambda b, h, q, k: (d[q] == d[k]) & (q >= k), None
-
-
-@case("prefix lm")
-def _(s):
-    p = s // 3
-    return or_masks(causal, lambda b, h, q, k: k < p), None
-
-
-@case("prefix lm per batch row")
-def _(s):
-    p = torch.tensor([s // 3, s // 2])
-    return lambda b, h, q, k: (k < p[b]) | (q >= k), None
-
-
-@case("prefix lm per document")
-def _(s):
-    d = docs(s)
-    offsets, n = torch.tensor(ends(s)), torch.tensor([2, 1, 3, 4, 2])
-
-    def mask(b, h, q, k):
-        same = d[q] == d[k]
-        inner = (q - offsets[d[q]] >= k - offsets[d[k]]) | (k - offsets[d[k]] < n[d[k]])
-        return same & inner
-
-    return mask, None
-
-
-@case("doc mask mod of attention gym")
-def _(s):
-    d, offsets = docs(s), torch.tensor(ends(s))
-
-    def mask(b, h, q, k):
-        same = d[q] == d[k]
-        return torch.where(same, window_of(5)(b, h, q - offsets[d[q]], k - offsets[d[k]]), False)
-
-    return mask, None
-
-
-@case("dilated window")
-def _(s):
-    w, r = max(4, s // 6), 2
-    return lambda b, h, q, k: (q >= k) & (q - k < w) & ((q - k) % r == 0), None
-
-
-@case("strided (Sparse Transformer)")
-def _(s):
-    n = 5
-    return lambda b, h, q, k: (q >= k) & ((q - k < n) | ((q - k) % n == 0)), None
-
-
-@case("fixed (Sparse Transformer)")
-def _(s):
-    n = 6
-    return lambda b, h, q, k: (q >= k) & ((q // n == k // n) | (k % n >= n - 2)), None
-
-
-@case("bigbird")
-def _(s):
-    n = -(-s // 4)
-    torch.manual_seed(2)
-    drawn = torch.rand(n, n) < 0.2
-
-    def mask(b, h, q, k):
-        qb, kb = q // 4, k // 4
-        return (qb == 0) | (kb == 0) | ((qb - kb).abs() <= 1) | drawn[qb, kb]
-
-    return mask, None
-
-
-@case("longformer")
-def _(s):
-    is_global = torch.zeros(s, dtype=torch.bool)
-    is_global[[0, 1, s // 2]] = True
-    return lambda b, h, q, k: is_global[q] | is_global[k] | ((q - k).abs() <= 3), None
-
-
-@case("natten 2d", square=36)
-def _(s):
-    w, kernel = 6, 3
-
-    def mask(b, h, q, k):
-        qx, qy, kx, ky = q // w, q % w, k // w, k % w
-        cx = qx.clamp(kernel // 2, (w - 1) - kernel // 2)
-        cy = qy.clamp(kernel // 2, (w - 1) - kernel // 2)
-        return ((cx - kx).abs() <= kernel // 2) & ((cy - ky).abs() <= kernel // 2)
-
-    return mask, None
-
-
-@case("natten 3d", square=48)
-def _(s):
-    w = 4
-
-    def mask(b, h, q, k):
-        qt, qx, qy = q // (w * w), q % (w * w) // w, q % w
-        kt, kx, ky = k // (w * w), k % (w * w) // w, k % w
-        return ((qt - kt).abs() <= 1) & ((qx - kx).abs() <= 1) & ((qy - ky).abs() <= 1)
-
-    return mask, None
-
-
-@case("sliding tile (STA) 2d", square=64)
-def _(s):
-    def mask(b, h, q, k):
-        qt, kt = q // 4, k // 4
-        qx, qy, kx, ky = qt // 4, qt % 4, kt // 4, kt % 4
-        cx, cy = qx.clamp(1, 2), qy.clamp(1, 2)
-        return ((cx - kx).abs() <= 1) & ((cy - ky).abs() <= 1)
-
-    return mask, None
-
-
-@case("radius", square=36)
-def _(s):
-    def mask(b, h, q, k):
-        dx, dy = (q // 6 - k // 6).float(), (q % 6 - k % 6).float()
-        return torch.sqrt(dx * dx + dy * dy) <= 2.3
-
-    return mask, None
-
-
-@case("log sparse")
-def _(s):
-    return lambda b, h, q, k: (q >= k) & (((q - k) & (q - k - 1)) == 0), None
-
-
-@case("alibi")
-def _(s):
-    def alibi(score, b, h, q, k):
-        return score + torch.exp2(-((h + 1) * 8.0 / H)) * (k - q)
-
-    return causal, alibi
-
-
-@case("alibi slopes captured")
-def _(s):
-    slopes = 2.0 ** -torch.arange(1, H + 1).double()
-    return causal, lambda score, b, h, q, k: score - slopes[h] * (q - k)
-
-
-@case("softcap")
-def _(s):
-    return None, lambda score, b, h, q, k: 2 * torch.tanh(score / 2)
-
-
-@case("softcap window")
-def _(s):
-    return window_of(7), lambda score, b, h, q, k: torch.tanh(score / 2) * 2
-
-
-@case("relative bias table")
-def _(s):
-    torch.manual_seed(5)
-    table = torch.randn(H, 2 * s - 1, dtype=torch.float64)
-    return causal, lambda score, b, h, q, k: score + table[h, q - k + s - 1]
-
-
-def bucket(rel, n=8, far=20):
-    rel = torch.maximum(-rel, torch.zeros_like(rel))
-    exact = n // 2
-    large = exact + (
-        torch.log(torch.maximum(rel, torch.ones_like(rel)).double() / exact)
-        / math.log(far / exact)
-        * (n - exact)
-    ).to(rel.dtype)
-    large = torch.minimum(large, torch.full_like(large, n - 1))
-    return torch.where(rel < exact, rel, large)
-
-
-@case("t5 bias")
-def _(s):
-    torch.manual_seed(5)
-    table = torch.randn(8, H, dtype=torch.float64)
-    return causal, lambda score, b, h, q, k: score + table[bucket(k - q), h]
-
-
-@case("per-head windows")
-def _(s):
-    w = torch.tensor([2, 5, 9, 30])
-    return lambda b, h, q, k: (q >= k) & (q - k < w[h]), None
-
-
-@case("heads of two kinds")
-def _(s):
-    return lambda b, h, q, k: (q >= k) & ((h % 2 == 0) | (q - k < 4)), None
-
-
-@case("streaming sinks")
-def _(s):
-    return lambda b, h, q, k: (q >= k) & ((k < 3) | (q - k < 6)), None
-
-
-@case("llama 4 chunks")
-def _(s):
-    return lambda b, h, q, k: (q // 8 == k // 8) & (q >= k), None
-
-
-@case("jagged offsets")
-def _(s):
-    offsets = torch.tensor(ends(s))
-    d = torch.repeat_interleave(torch.arange(5), offsets.diff())
-    return lambda b, h, q, k: (d[q] == d[k]) & (q - offsets[d[q]] >= k - offsets[d[k]]), None
-
-
-@case("block causal video")
-def _(s):
-    return lambda b, h, q, k: q // 7 >= k // 7, None
-
-
-@case("block diffusion (BD3-LM)", square=48)
-def _(s):
-    n, size = s // 2, 4
-
-    def mask(b, h, q, k):
-        x0q, x0k = q >= n, k >= n
-        bq = torch.where(x0q == 1, (q - n) // size, q // size)
-        bk = torch.where(x0k == 1, (k - n) // size, k // size)
-        diagonal = (bq == bk) & (x0q == x0k)
-        offset = (bq > bk) & (x0k == 1) & (x0q == 0)
-        block_causal = (bq >= bk) & (x0k == 1) & (x0q == 1)
-        return diagonal | offset | block_causal
-
-    return mask, None
-
-
-@case("tree by table")
-def _(s):
+def tree(s: int) -> Tensor:
+    """Return who descends from whom [s, s]; a parent is at most 64 tokens away."""
     torch.manual_seed(3)
-    parent = [0] + [int(torch.randint(i, ())) for i in range(1, s)]
-    anc = torch.eye(s, dtype=torch.bool)
+    found = torch.eye(s, dtype=torch.bool)
     for i in range(1, s):
-        anc[i] |= anc[parent[i]]
-    return lambda b, h, q, k: anc[q, k], None
+        found[i] |= found[i - 1 - int(torch.randint(min(i, 64), ()))]
+    return found
 
 
-@case("tree by intervals")
-def _(s):
-    begin = torch.arange(s)
-    end = torch.minimum(begin + 1 + (begin * 7) % 11, torch.tensor(s))
-    return lambda b, h, q, k: (k <= q) & (q < end[k]), None
+def t5_bucket(away: Tensor) -> Tensor:
+    far = torch.log(away.clamp(min=1) / 16) / math.log(8) * 16 + 16
+    return torch.where(away < 16, away.clamp(min=0), far.clamp(max=31).to(away.dtype))
 
 
-@case("padding lengths")
-def _(s):
-    n = torch.tensor([s - 3, s // 2])
-    return lambda b, h, q, k: (q >= k) & (k < n[b]), None
+def global_tokens(s: int) -> Callable[..., Tensor]:
+    special = torch.zeros(s, dtype=torch.bool)
+    special[:64] = True
+    return lambda b, h, q, k: special[q] | special[k] | ((q - k).abs() < 128)
 
 
-@case("transfusion spans")
-def _(s):
-    span = torch.tensor([-1] * (s // 4) + [0] * (s // 3) + [-1] * (s - s // 4 - s // 3))
-    return lambda b, h, q, k: (q >= k) | ((span[q] >= 0) & (span[q] == span[k])), None
+def random_blocks(s: int) -> Callable[..., Tensor]:
+    torch.manual_seed(2)
+    chosen = torch.rand(s // 64, s // 64) < 0.06
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return chosen[q // 64, k // 64] | ((q // 64 - k // 64).abs() <= 1)
+
+    return mask
 
 
-@case("floor of a quotient")
-def _(s):
-    return lambda b, h, q, k: torch.floor(q / 5) == torch.floor(k / 5), None
+def per_head(s: int) -> Callable[..., Tensor]:
+    widths = torch.tensor([64, 128, 256, 512])
+    return lambda b, h, q, k: (q >= k) & (q - k < widths[h])
 
 
-@case("div rounding floor")
-def _(s):
-    return (
-        lambda b, h, q, k: (
-            torch.div(q, 5, rounding_mode="floor") >= torch.div(k, 5, rounding_mode="trunc")
-        ),
+# Of s tokens, their borders (a constant, or an argument), and a tensor that needs a gradient.
+Make = Callable[[int, Tensor, Tensor], Made]
+MASKS: dict[str, Make] = {
+    "causal": lambda s, cu, x: (causal, None),
+    "sliding window": lambda s, cu, x: (near(256), None),
+    "documents": lambda s, cu, x: (same(cu, s), None),
+    "documents, causal": lambda s, cu, x: (and_masks(same(cu, s), causal), None),
+    "documents, window": lambda s, cu, x: (and_masks(same(cu, s), near(256)), None),
+    "prefix": lambda s, cu, x: (lambda b, h, q, k: (q >= k) | (k < s // 3), None),
+    "prefix in each document": lambda s, cu, x: (
+        by_document(cu, s, lambda b, h, q, k: (q >= k) | (k < 64)),
         None,
-    )
-
-
-@case("max and min of positions")
-def _(s):
-    return lambda b, h, q, k: torch.maximum(q, k) - torch.minimum(q, k) <= 4, None
-
-
-@case("shuffled order (any-order LM)")
-def _(s):
-    torch.manual_seed(1)
-    order = torch.randperm(s)
-    return lambda b, h, q, k: order[q] >= order[k], None
-
-
-def normal(*size):
-    return [torch.randn(*size, dtype=torch.float64)]
-
-
-@case("learned bias h q k", params=lambda s: normal(H, s, s))
-def _(s, bias):
-    return causal, lambda score, b, h, q, k: score + bias[h, q, k]
-
-
-@case("learned relative bias", params=lambda s: normal(H, 2 * s - 1))
-def _(s, bias):
-    return None, lambda score, b, h, q, k: score + bias[h, q - k + s - 1]
-
-
-@case("learned t5 bias", params=lambda s: normal(8, H))
-def _(s, bias):
-    return causal, lambda score, b, h, q, k: score + bias[bucket(k - q), h]
-
-
-@case("learned alibi slopes", params=lambda s: normal(H))
-def _(s, slopes):
-    return window_of(6), lambda score, b, h, q, k: score + slopes[h] * (k - q)
-
-
-@case("learned gate and cap", params=lambda s: normal(H) + normal(()))
-def _(s, gate, cap):
-    return causal, lambda score, b, h, q, k: torch.tanh(score * gate[h]) * cap
-
-
-@case("learned document bias", params=lambda s: normal(5, H))
-def _(s, bias):
-    d = docs(s)
-    return causal, lambda score, b, h, q, k: score + bias[d[k], h] * (d[q] != d[k])
-
-
-@case("learned swin table", params=lambda s: normal(121, H), square=36)
-def _(s, table):
-    i = torch.arange(36)
-    x, y = i // 6, i % 6
-    index = (x[:, None] - x + 5) * 11 + (y[:, None] - y + 5)
-    return None, lambda score, b, h, q, k: score + table[index[q, k], h]
-
-
-@case("lse as sinks (gpt-oss)", lse=True, params=lambda s: normal(H))
-def _(s, sinks):
-    return window_of(6), None
-
-
-@case("lse, softcap", lse=True, params=lambda s: normal(H))
-def _(s, sinks):
-    return causal, lambda score, b, h, q, k: 2 * torch.tanh(score / 2)
-
-
-def program(c: Case, s: int) -> Callable:
-    made = None if c.params(s) or c.inside else c.make(s)
-    blocks = None
-    if made is not None and made[0] is not None:
-        blocks = create_block_mask(made[0], B, H, s, s, device="cpu")
-
-    def attend(q, k, v, params):
-        mask, score = made or c.make(s, *params)
-        block_mask = blocks
-        if blocks is None and mask is not None:
-            block_mask = create_block_mask(mask, B, H, s, s, device="cpu")
-        aux = AuxRequest(lse=True) if c.lse else None
-        out = flex_attention(q, k, v, score, block_mask, enable_gqa=True, return_aux=aux)
-        if c.lse:
-            out, aux = out
-            out = out * torch.sigmoid(aux.lse - params[0].view(1, -1, 1)).unsqueeze(-1)
-        return out
-
-    return attend
-
-
-def reference(c: Case, s: int) -> Callable:
-    def attend(q, k, v, params):
-        mask, score = c.make(s, *params)
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        if score is not None:
-            args = [torch.arange(n) for n in (B, H, q.shape[2], k.shape[2])]
-            f = _vmap_for_bhqkv(score, prefix=(0,))
-            scores = f(scores, *args)
-        if mask is not None:
-            seen = create_mask(mask, B, H, q.shape[2], k.shape[2], "cpu")
-            scores = scores.masked_fill(~seen, -math.inf)
-        lse = scores.logsumexp(-1)
-        out = (scores - torch.where(lse == -math.inf, 0, lse).unsqueeze(-1)).exp() @ v
-        if c.lse:
-            out = out * torch.sigmoid(lse - params[0].view(1, -1, 1)).unsqueeze(-1)
-        return out
-
-    return attend
-
-
-def step(attend: Callable) -> Callable:
-    def run(q, k, v, grad, *params):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        params = [x.detach().requires_grad_(x.is_floating_point()) for x in params]
-        out = attend(*leaves, params)
-        wrt = [*leaves, *(x for x in params if x.requires_grad)]
-        return out, *torch.autograd.grad(out, wrt, grad)
-
-    return run
-
-
-MESHES = {
-    "seq=2": (gspmd.Mesh(seq=2), "_ _ seq _"),
-    "seq=4": (gspmd.Mesh(seq=4), "_ _ seq _"),
-    "seq=8": (gspmd.Mesh(seq=8), "_ _ seq _"),
-    "data=2,seq=2": (gspmd.Mesh(data=2, seq=2), "data _ seq _"),
-    "seq=2,model=2": (gspmd.Mesh(seq=2, model=2), "_ model seq _"),
+    ),
+    "dilated window": lambda s, cu, x: (
+        lambda b, h, q, k: (q >= k) & (q - k < 256) & ((q - k) % 2 == 0),
+        None,
+    ),
+    "strided (Sparse Transformer)": lambda s, cu, x: (
+        lambda b, h, q, k: (q >= k) & ((q - k < 64) | ((q - k) % 64 == 0)),
+        None,
+    ),
+    "global tokens (Longformer)": lambda s, cu, x: (global_tokens(s), None),
+    "random blocks (BigBird)": lambda s, cu, x: (random_blocks(s), None),
+    "neighbors in 2-D (NATTEN)": lambda s, cu, x: (natten(math.isqrt(s), 7), None),
+    "windows of heads": lambda s, cu, x: (per_head(s), None),
+    "sinks (StreamingLLM)": lambda s, cu, x: (
+        lambda b, h, q, k: (q >= k) & ((k < 4) | (q - k < 256)),
+        None,
+    ),
+    "chunks (Llama 4)": lambda s, cu, x: (
+        lambda b, h, q, k: (q // 300 == k // 300) & (q >= k),
+        None,
+    ),
+    "frames of video": lambda s, cu, x: (lambda b, h, q, k: q // 100 >= k // 100, None),
+    "block diffusion (BD3-LM)": lambda s, cu, x: (block_diffusion(s // 2, 16), None),
+    "a tree, as a table": lambda s, cu, x: (
+        (lambda t: lambda b, h, q, k: t[q, k])(tree(s)),
+        None,
+    ),
+    "rounded quotients": lambda s, cu, x: (
+        lambda b, h, q, k: torch.div(q, 50, rounding_mode="floor") >= torch.floor(k / 50),
+        None,
+    ),
+    "soft cap, window": lambda s, cu, x: (
+        near(256),
+        lambda score, b, h, q, k: 20 * torch.tanh(score / 20),
+    ),
+    "learned slopes": lambda s, cu, x: (
+        causal,
+        lambda score, b, h, q, k: score - x[h, 0] * (q - k),
+    ),
+    "learned T5 bias": lambda s, cu, x: (
+        causal,
+        lambda score, b, h, q, k: score + x[h, t5_bucket(q - k)],
+    ),
+    "learned relative bias": lambda s, cu, x: (
+        None,
+        lambda score, b, h, q, k: score + x[h, q - k + s - 1],
+    ),
 }
+IN_RUN = ("documents", "documents, causal", "documents, window", "prefix in each document")
 
 
-def check(name: str, c: Case, mesh: str, ring: bool) -> str:
-    devices, spec = MESHES[mesh]
-    s = c.square or 37
-    torch.manual_seed(0)
-    q, k, v, grad = (torch.randn(B, h, s, D, dtype=torch.float64) for h in (H, HK, HK, H))
-    params = c.params(s)
-    args = (q, k, v, grad, *params)
-    specs = (spec,) * 4 + tuple(" ".join("_" * p.dim()) if p.dim() else "" for p in params)
-    options = {"advanced": {"regather": "all"}} if ring else {}
-    plan = gspmd.plan(step(program(c, s)), *args, mesh=devices, in_specs=specs, **options)
-    want = step(reference(c, s))(*args)
-    got = plan.simulate(*args, _poison=True)
-    worst = 0.0
-    for a, b in zip(got, want, strict=True):
-        worst = max(worst, ((a - b).abs().max() / max(1.0, b.abs().max())).item())
-    nodes = [str(n.target) for n in plan.program.graph.nodes]
-    flags = []
-    if not worst < 1e-10:
-        flags.append(f"WRONG {worst:.1e}")
-    if not any("flex_attention" in t or "ring_attention" in t for t in nodes):
-        flags.append("DENSE")
-    if any("ring_attention" in t for t in nodes):
-        flags.append("ring")
-    if plan.replicated_ops:
-        flags.append(f"replicated {len(plan.replicated_ops)}")
-    kv = (k.nbytes + v.nbytes) / devices.size
-    n = devices.count(("seq",))
-    of_ring = 3 * (n - 1) * kv
-    flags.append(f"{plan.sent_bytes / of_ring:.2f} of a ring")
-    return ", ".join(flags)
+def planned(make: Make, s: int, mesh: gspmd.Mesh, args: argparse.Namespace, in_run: bool) -> Any:
+    cu, wide = torch.tensor(borders(s)), 2 * s - 1
+    x = torch.randn(HEADS, wide)
+    made = None if in_run else make
+
+    def run(tokens: Tensor, table: Tensor, qkv: list[Tensor], out: Tensor, *rest: Tensor) -> Tensor:
+        y = F.embedding(gspmd.mark_sharding(tokens, mesh, "_ seq"), table)
+        q, k, v = (torch.einsum("bsm,mhd->bhsd", y, w) for w in qkv)
+        mask, score = (made or make)(s, rest[1] if in_run else cu, rest[0])
+        sizes = BATCH, HEADS, s, s
+        blocks = create_block_mask(mask, *sizes, device=tokens.device) if mask else None
+        y = flex_attention(q, k, v, score, blocks, enable_gqa=True)
+        return torch.einsum("bhsd,hdm->bsm", y, out).square().mean()
+
+    weights = [torch.zeros(MODEL, n, WIDTH) for n in (HEADS, 1, 1)]
+    tokens, table = torch.zeros(BATCH, s, dtype=torch.long), torch.zeros(10, MODEL)
+    inputs = tokens, table, weights, torch.zeros(HEADS, WIDTH, MODEL), x.requires_grad_(), cu
+    rate = {"costs": {"link_flops_per_byte": args.rate}}
+    return gspmd.plan(run, *inputs, mesh=mesh, advanced=rate), {-2: x, -1: cu}
+
+
+def value_of(node: fx.Node, known: dict[fx.Node, Any], constants: Any) -> Any:
+    """Return a buffer as a run has it."""
+    if node not in known:
+        if node.op == "get_attr":
+            known[node] = getattr(constants, str(node.target))
+        else:
+            find = functools.partial(value_of, known=known, constants=constants)
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), find)
+            known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    return known[node]
+
+
+def row(name: str, make: Make, in_run: bool, args: argparse.Namespace) -> list[str]:
+    s, n = args.tokens, args.devices
+    if "NATTEN" in name:
+        s = (-(-math.isqrt(s) // 16) * 16) ** 2  # a square whose blocks divide
+    mesh = gspmd.Mesh(seq=n)
+    plan, values = planned(make, s, mesh, args, in_run)
+    (node,) = [node for node in plan.sharded.nodes if node.target in FLEX]
+    inputs = [x for x in plan.sharded.nodes if x.op == "placeholder"]
+    known = {inputs[i]: value for i, value in values.items()}
+    buffers, *texts = node.args[3:7]
+    found = [value_of(x, known, plan.captured.constants) for x in buffers]
+    gather = 2 * BATCH * s * WIDTH * 4 * (n - 1) / n
+    order = str(node.meta.get("chosen", "their own"))
+    order = "each run's" if "each run" in order else "planned" if "ordered" in order else "own"
+    columns = [name, "a run" if in_run else "planning", f"{plan.sent_bytes / gather:.2f}"]
+    if not texts[0]:
+        return [*columns, "1.00", order]
+    lead = BATCH, 1, HEADS
+    change, cpu = Flex(found, *texts), torch.device("cpu")
+    place, pieces = Place((0,) * 5, (*lead, s, s)), [(i, i + BLOCK) for i in range(0, s, BLOCK)]
+    some = change.blocks((*lead, s, s), place, pieces, pieces, cpu)
+    assert some is not None
+    seen = torch.as_tensor(change.seen((*lead, s, s), place, cpu)).expand(*lead, s, s)
+    count = s // BLOCK
+    needed = seen.reshape(-1, count, BLOCK, count, BLOCK).any(2).any(-1).any(0)
+    work = some.some.view(n, -1).sum(1).double()
+    return [*columns, f"{work.max() * n / needed.sum():.2f}", order]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="")
-    parser.add_argument("--meshes", default="")
-    parser.add_argument("-v", action="store_true")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="a part of the mask's name")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=1e2, help="FLOPs while a byte is sent")
     args = parser.parse_args()
-    attention_tiles.TILE_KEYS, attention_tiles.TILE = 5, 8 * 4 * 5
-    for name, c in CASES.items():
-        if args.only not in name:
-            continue
-        for i, mesh in enumerate(MESHES):
-            if args.meshes and mesh not in args.meshes.split(";"):
-                continue
-            begin = time.time()
-            try:
-                result = check(name, c, mesh, ring=i % 2 == 1)
-            except Exception as error:
-                if args.v:
-                    traceback.print_exc()
-                result = f"ERROR {type(error).__name__}: {str(error)[:300]}"
-            print(f"{name:32} {mesh:14} {result}  {time.time() - begin:.1f}s", flush=True)
+    warnings.simplefilter("ignore")
+    head = ["mask", "known to", "sent", "work", "order of tokens"]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for name, make in MASKS.items():
+        for in_run in (False, True) if name in IN_RUN else (False,):
+            if args.only in name:
+                print(f"| {' | '.join(row(name, make, in_run, args))} |", flush=True)
 
 
 if __name__ == "__main__":

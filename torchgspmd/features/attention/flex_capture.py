@@ -281,7 +281,8 @@ def flexible_attention(
     except (_NotElementwise, RuntimeError):  # PyTorch reports what is a mistake.
         return math_attention(*arguments)
     out, lse = flex_attention(query, key, value, tensors, *texts, scale)
-    lse = lse / math.log(2)  # as torch's kernels have it
+    if kernel_options.get("BACKEND") != "FLASH":
+        lse = lse / math.log(2)  # as torch's other kernels have it
     return out, lse, lse
 
 

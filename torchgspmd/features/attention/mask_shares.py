@@ -158,7 +158,7 @@ class MaskedRing:
         return [float(part.sum()) for part in pairs.split([len(pieces) for pieces in queries])]
 
     def in_run(self, node: fx.Node) -> tuple[Any, ...]:
-        """Return what a run needs to compute an order; see TokenOrder."""
+        """Return the operands with which a run computes an order; see TokenOrder."""
         at = 3 + 3 * FLEX[node.target]
         buffers, mask = node.args[at : at + 2]
         return (*(tuple(buffers), mask), *self.q.shape[:2], 1 / self.rows_per_pair)
