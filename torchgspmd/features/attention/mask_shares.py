@@ -26,7 +26,7 @@ from ...fx_passes.ir import Rules
 from ...fx_passes.propagate.layouts import Layouts
 from .flex_op import BACKWARDS, Flex, flex_attention
 from .order_in_run import is_pure, pairs_of
-from .ring_rows import pieces_of, rows_seen
+from .ring_rows import pieces_of, rows_seen, size_of_runs
 from .tiles import Place
 from .token_orders import IN_ORDER, TokenOrder, blocks_of, in_order, orders
 
@@ -134,7 +134,7 @@ class MaskedRing:
         """The part of other devices' keys that a device sends, or receives, at most."""
         seen = rows_seen(self.change, self.place, self.shape, self.n, _CPU)
         counts = [
-            [0 if i == j else rows.stop - rows.start for j, rows in enumerate(blocks)]
+            [0 if i == j else size_of_runs(runs) for j, runs in enumerate(blocks)]
             for i, blocks in enumerate(seen)
         ]
         most = max(map(sum, (*counts, *zip(*counts))))
