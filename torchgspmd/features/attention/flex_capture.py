@@ -106,7 +106,7 @@ class _Buffers(TorchFunctionMode):
             return None
         if len(known) == len(places):
             return self._entry(buffer, known)
-        result = aten.index.Tensor(buffer, places) if known else x.alias()
+        result = aten.index.Tensor(buffer, places) if known else aten.alias.default(x)
         self.partial[id(result)] = buffer, places
         return result
 

@@ -143,7 +143,8 @@ class Flex(ScoreChange):
         values = {"score": scores, "grad": grad}
         result = self._value(self.gradient, place, scores.shape, scores.device, **values)
         if isinstance(result, list):
-            result, *terms = result
+            entries: list[Any] = result
+            result, *terms = entries
             totals = dict(zip(learned_buffers(self.gradient), self.terms))
             lead = zip(place.first, grad.shape[:3], place.whole)
             padded = any(first + size > whole for first, size, whole in lead)
@@ -174,7 +175,7 @@ def _add_entries(total: Tensor, index: list[Tensor], terms: Tensor, apart: bool)
 
 def flex_tiles(call: AttentionCall, functions: Sequence[Any], terms: Sequence[Any] = ()) -> Tiles:
     """Return a call's tiles. functions: the buffers and the three expressions."""
-    return Tiles(call, Flex(*functions, Place.of(call), terms))
+    return Tiles(call, Flex(*functions, shard=Place.of(call), terms=terms))
 
 
 def empty_terms(q: Tensor, functions: Sequence[Any]) -> list[Tensor]:
