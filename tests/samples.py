@@ -17,6 +17,7 @@ from torch import Tensor
 
 import torchgspmd.features.tables  # noqa: F401 (registers all operations)
 from torchgspmd.compat.operators import AbsentOperator, aten
+from torchgspmd.features.attention.flex_capture import _functions
 
 ours = torch.ops.torchgspmd
 SAMPLES: dict[Any, list[Callable[[], tuple[tuple, dict]]]] = {}
@@ -339,6 +340,28 @@ def _flex_attention(backward: bool) -> tuple[tuple, dict]:
 
 SAMPLES[ours.flex_attention.default] = [partial(_flex_attention, False)]
 SAMPLES[ours.flex_attention_backward.default] = [partial(_flex_attention, True)]
+
+
+def _learned(count: int) -> tuple[tuple, dict]:
+    """Return a call with so many buffers that need a gradient."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, *sizes, 32) for sizes in ((2, 6), (1, 8), (1, 8), (2, 6)))
+    x = [torch.rand(size) for size in ((2, 6, 8), (2,), (2, 13), ())]
+    for each in x[:count]:
+        each.requires_grad_()
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * x[3] + x[0][h, i, j] + x[1][h] * x[2][h, i - j + 7]
+
+    buffers, texts = _functions(q, score, lambda b, h, i, j: i >= j)
+    functions = [x.detach() for x in buffers], *texts, 0.3
+    out, lse = ours.flex_attention.default(q, k, v, *functions)
+    return (grad, q, k, v, out, lse, *functions), {}
+
+
+for _count in range(1, 5):
+    _op = getattr(ours, f"flex_attention_backward_{_count}").default
+    SAMPLES[_op] = [partial(_learned, _count)]
 
 sample(aten._cdist_forward.default, real(2, 4, 3), real(2, 5, 3), 2.0, None)
 sample(aten._cdist_forward.default, real(4, 3), real(5, 3), 1.0, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ AT = torch.arange(LENGTH)
 DOCUMENTS = (AT.view(-1, 1) >= ENDS.unsqueeze(1)).sum(-1)  # [b, s]
 PREFIX = torch.tensor([4, 9])
 REAL = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0))
+TABLE = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.2
+DRAWN = torch.rand(6, HEADS, 6, generator=torch.Generator().manual_seed(2)) < 0.5
 
 LEAVES = (
     lambda b, h, q, k: q >= k,
@@ -42,6 +45,14 @@ LEAVES = (
     lambda b, h, q, k: (q * q + k).float().sin() > 0,  # no bounds
     lambda b, h, q, k: (-k + 20).bool(),
     lambda b, h, q, k: DOCUMENTS[b, k - 23] == 1,  # counts from the end
+    lambda b, h, q, k: TABLE[q, k],
+    lambda b, h, q, k: TABLE[k // 2, q] | TABLE[k - 9, q],
+    lambda b, h, q, k: DRAWN[q // 4, h, k // 4],
+    lambda b, h, q, k: torch.floor(q / 5) == torch.floor(k / 5),
+    lambda b, h, q, k: torch.div(q - 9, 4, rounding_mode="trunc") >= torch.div(k, 3).ceil(),
+    lambda b, h, q, k: ((q - k) ** 2).float().sqrt() <= 4.5,
+    lambda b, h, q, k: (q - 12) ** 3 >= (k - 12) * (k - 12),
+    lambda b, h, q, k: torch.log(q - k + 0.5) < 1.2,
     # Bits of numbers, whose operands have no bounds.
     lambda b, h, q, k: ((q >> 1) & (k >> 1)) == 5,
     lambda b, h, q, k: ((q >> 1) | (k >> 1)) > 6,
@@ -115,8 +126,12 @@ BUFFERS = [*map(_extreme, INTS), REAL, REAL.double(), REAL.half(), REAL > 0] + [
 SINGLE = [*map(torch.tensor, (3, math.nan, -math.inf, True)), torch.tensor(0.3).double()]
 CONSTANTS = (0, 1, 2, 3, 5, -1, -2, -7, 0.5, -1.5, True, 300, 2**31, 2**62, 2**63 - 1, -(2**63))
 ARITHMETIC = operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod
-BINARY = *ARITHMETIC, torch.minimum, torch.maximum, torch.rsub
-UNARY = operator.neg, torch.abs, lambda x: x >> 1, lambda x: torch.rsub(x, 3, alpha=2)
+ROUNDED = [partial(torch.div, rounding_mode=mode) for mode in ("floor", "trunc")]
+BINARY = *ARITHMETIC, torch.minimum, torch.maximum, torch.rsub, operator.truediv, *ROUNDED
+RISING = torch.floor, torch.ceil, torch.sqrt, torch.log, torch.exp2, torch.relu, torch.trunc
+POWERS = lambda x: x * x, lambda x: x**2, lambda x: x**3, lambda x: x**-1
+SIMPLE = operator.neg, torch.abs, lambda x: x >> 1, lambda x: torch.rsub(x, 3, alpha=2)
+UNARY = *SIMPLE, *RISING, *POWERS
 COMPARISONS = torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge
 JOINS = operator.and_, operator.or_, operator.xor, torch.logical_and, torch.logical_or, operator.mul
 

@@ -21,6 +21,7 @@ from . import capture, rule, written  # noqa: F401 (rows of RULES and REWRITES)
 from .balance_attention import balance
 from .call import AttentionCall, Gradients, Results, backward_flops, flops, of_backward
 from .flex_capture import flexible_attention, options_with_returns
+from .flex_op import BACKWARDS
 from .mask_shares import Masks, price_masks
 from .op import attention, attention_backward, attention_backward_in_blocks, attention_in_blocks
 from .ring import ring_attention, ring_attention_backward
@@ -29,7 +30,7 @@ from .tiles import attention_by_products, gradients_by_products
 
 ours = torch.ops.torchgspmd
 _FLEX = "flex_attention is compiled; it is traced as one operation, or as a softmax of scores"
-_RETURNS = "its statistics are differentiable; an operation does not know whether they are returned"
+_RETURNS = "the maximum is differentiable; an operation does not know whether it is returned"
 
 add_kinds(ring_attention, ring_attention_backward)
 PATCHES += [
@@ -56,7 +57,8 @@ register_flop_formula(
     [ours.attention, ours.attention_parts, ours.zigzag_attention, ours.flex_attention]
 )(flops)
 register_flop_formula(
-    [ours.attention_backward, ours.zigzag_attention_backward, ours.flex_attention_backward]
+    [ours.attention_backward, ours.zigzag_attention_backward]
+    + [op._opoverload.overloadpacket for op in BACKWARDS]
 )(backward_flops)
 
 

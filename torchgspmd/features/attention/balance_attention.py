@@ -9,6 +9,7 @@ after    %z = zigzag(%tokens, 0, 4)                  four shards; written as vie
          %y, %lse = zigzag_attention(%q, %k, %v, 0.1, 4, ...)
          %z = index_select(%tokens, 0, %token_blocks)     under another mask that planning knows
          %y, %lse = flex_attention(..., [..., %token_starts], "... u1[q // 64] + q % 64 ...")
+         %blocks = token_order(...)              and under one that a run knows (order_in_run.py)
 needs    a propagated graph, rules
 source   ours, with the order that Ring Flash Attention uses (op.py)
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -42,26 +43,10 @@ from ...rules.notation import Balance, Dims
 from ...shard_spec import ShardSpec
 from .mask_shares import FLEX, Masks
 from .op import zigzag
+from .order_in_run import add_order
 from .ring_keys import RINGS, cheapest_loans, is_hidden
 from .rule import instead
-from .token_orders import TokenOrder, in_blocks
-
-
-class TokenDim(NamedTuple):
-    """The dimension of a value along which tokens lie. outer: the sequences along it."""
-
-    value: fx.Node
-    dim: int
-    outer: int
-
-
-class Tokens(NamedTuple):
-    """Holds tokens in one order: a factor of an operation, or (factor "") causal attention."""
-
-    node: fx.Node
-    factor: str
-    outer: int
-
+from .token_orders import TokenDim, TokenOrder, Tokens, in_blocks
 
 # The sides of a cut.
 NATURAL, ZIGZAG = "natural", "zigzag"
@@ -178,6 +163,7 @@ def _masked_order(
         for x in op.operands[FLEX[op.node.target] + 1 :][:2]
     ]
     saving = (least(ring.price) - least(price)) * sum(shares) * count
+    order = order if ring.change.is_known else order._replace(in_run=ring.in_run(op.node))
     return (order, saving * runs(op.node)) if saving > 0 else None
 
 
@@ -193,6 +179,7 @@ class _Reordering:
     ) -> None:
         self.graph, self.layouts, self.ops, self.order = graph, layouts, ops, order
         self.constants, self.masks, self.cut = constants, masks, Cut()
+        self.blocks: dict[bool, fx.Node] = {}
         self.attention: dict[fx.Node, Balance] = {}
         self.operands: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self.added: dict[str, fx.Node] = {}
@@ -215,11 +202,18 @@ class _Reordering:
             self.cut.add(ZIGZAG, tokens, attention[tokens.node])
         places = self._add_values(begin)
         reordered = self.cut.first_side(ZIGZAG, NATURAL)
+        chosen = [tokens.node for tokens in begin if tokens in reordered]
+        if chosen and self.order.in_run:
+            added = add_order(self.graph, self.layouts, self.order, chosen[0])
+            if added is None:
+                return False
+            self.added["starts"], self.blocks = added
         for place in places:
             self._exchange(place, reordered)
-        chosen = [tokens.node for tokens in begin if tokens in reordered]
         for node in chosen:
-            starts = self._constant(self.order.starts(), node) if self.order.blocks else None
+            starts = self.added.get("starts")
+            if self.order.blocks and starts is None:
+                starts = self._constant(self.order.starts(), node)
             node.target, node.args = self.attention[node].call(node.args, self.order, starts)
             if self.order.blocks:
                 self.masks.set_price(node, self.order.shards)
@@ -359,6 +353,8 @@ class _Reordering:
             # Placeholders and constants stay together at the beginning.
             while after.next.op in ("placeholder", "get_attr"):
                 after = after.next
+            if self.blocks and after < self.added["starts"]:
+                after = self.added["starts"]
             with self.graph.inserting_before(after.next):
                 self.exchanged[key] = self._emit_exchange(value, place, backward, back)
         return self.exchanged[key]
@@ -378,7 +374,9 @@ class _Reordering:
         operands, function, rest = [value], zigzag, (self.order.shards, place.outer)
         if blocks := self.order.blocks:
             at = torch.tensor(blocks, device="cpu")
-            operands.append(self._constant(at.argsort() if back else at, value))
+            constant = self.blocks.get(back)
+            constant = constant or self._constant(at.argsort() if back else at, value)
+            operands.append(constant)
             function, rest = in_blocks, (place.outer, operands[1].meta["val"])
         inner = trace(function, (value.meta["val"], place.dim, *rest), {})
         assert isinstance(inner, fx.Graph)

@@ -43,6 +43,8 @@ class Visible(NamedTuple):
     whole: Tensor
 
 
+# Entries of a table whose rectangles are counted, at most: sums have 4 bytes for each.
+LARGEST = 1 << 26
 # A value of which nothing is known.
 Known = Interval | None
 
@@ -133,6 +135,11 @@ class _Evaluation:
             op, rest = find("aten", name, overload), [x.low for x in args[1:] if x]
             found = Interval(*(op(torch.as_tensor(x), *rest, **options) for x in first))
             return found if name != "_to_copy" or _fits(found, _wide(first)) else None
+        # Rounding towards 0 is rounding down where nothing is negative.
+        rounding = options.pop("rounding_mode", None) if name == "div" else None
+        if rounding is not None and args[0] is not None:
+            least = torch.as_tensor(args[0].low)
+            name = "floor_divide" if rounding == "floor" or bool((least >= 0).all()) else ""
         function = _INTERVALS.get(name)
         # A third operand would be a factor of the second one.
         if function is None or options or len(args) > 2 and name != "where":
@@ -150,7 +157,10 @@ def _option(node: ast.AST) -> Any:
 
 
 def _entries(buffer: Known, index: list[Known]) -> Known:
-    """Bound a buffer's entries; one index may be a range, and the others are exact."""
+    """Bound a buffer's entries; one index may be a range, and the others are exact.
+
+    In a buffer of truth values two may be ranges: sums over rectangles count the true entries.
+    """
     if buffer is None or not buffer.exact or any(x is None for x in index):
         return None
     at = [x for x in index if x is not None]
@@ -159,8 +169,12 @@ def _entries(buffer: Known, index: list[Known]) -> Known:
     if not ranges:
         value = aten.index.Tensor(table, [x.low for x in at])
         return Interval(value, value)
-    if len(ranges) > 1 or not table.numel() or table.is_complex():
+    if not table.numel() or table.is_complex():
         return None
+    if len(ranges) == 2 and table.dtype == torch.bool and table.numel() <= LARGEST:
+        return _rectangles(table, at, ranges)
+    if len(ranges) > 1:
+        return Interval(table.amin(), table.amax())
     (range_dim,) = ranges
     others = [x.low for i, x in enumerate(at) if i != range_dim]
     rows, (low, high) = table.movedim(range_dim, -1), at[range_dim]
@@ -180,6 +194,22 @@ def _entries(buffer: Known, index: list[Known]) -> Known:
             for levels in [_levels(rows, extreme, int(level.max()))]
         )
     )
+
+
+def _rectangles(table: Tensor, index: list[Interval], ranges: list[int]) -> Interval:
+    """Bound the truth values in rectangles. ranges: the two dimensions with ranges."""
+    others = [torch.as_tensor(x.low) for i, x in enumerate(index) if i not in ranges]
+    table = table.movedim(ranges, (-2, -1))
+    ends = [(index[i].low, index[i].high, table.shape[j - 2]) for j, i in enumerate(ranges)]
+    if any(bool((low < 0).any()) or bool((high >= size).any()) for low, high, size in ends):
+        return Interval(table.amin(), table.amax())  # a negative index counts from the end
+    # Entry i, j: how many are true before row i and column j.
+    sums = table.cumsum(-2, dtype=torch.int32).cumsum(-1, dtype=torch.int32)
+    sums = torch.nn.functional.pad(sums, (1, 0, 1, 0))
+    (top, bottom, _), (left, right, _) = ends
+    at = lambda row, column: sums[(*others, row, column)]  # noqa: E731
+    true = at(bottom + 1, right + 1) - at(top, right + 1) - at(bottom + 1, left) + at(top, left)
+    return Interval(true == (bottom + 1 - top) * (right + 1 - left), true > 0)
 
 
 def _levels(rows: Tensor, extreme: Callable[..., Tensor], last: int) -> Tensor:
@@ -224,6 +254,8 @@ def _of_numbers(function: Callable[..., Known]) -> Callable[..., Known]:
 
     def bounds(*args: Interval) -> Known:
         wide = [*map(_wide, args)]
+        if len(args) == 2 and args[0] is args[1]:
+            wide[1] = wide[0]
         if not all(bool(x.isfinite().all()) for each in wide for x in each):
             return None
         found, expected = function(*args), function(*wide)
@@ -234,8 +266,22 @@ def _of_numbers(function: Callable[..., Known]) -> Callable[..., Known]:
 
 
 def _multiplied(a: Interval, b: Interval) -> Known:
+    if a is b and not _is_truth(a):
+        return _powers(a, Interval(2, 2))
     both = _OF_TRUTH["logical_and"](a, b)
     return _four(a, b, lambda x, y: x * y) if both is None else both
+
+
+def _powers(a: Interval, b: Interval) -> Known:
+    if type(b.low) is not int or b.low < 0:
+        return None
+    base = a if b.low % 2 else _absolute(a)
+    return Interval(*(torch.as_tensor(x) ** b.low for x in base))
+
+
+def _divided(a: Interval, b: Interval) -> Known:
+    positive = b.exact and bool((torch.as_tensor(b.low) > 0).all())
+    return Interval(a.low / b.low, a.high / b.low) if positive else None
 
 
 def _floored(a: Interval, b: Interval) -> Known:
@@ -331,13 +377,16 @@ _INTERVALS: dict[str, Callable[..., Known]] = {
     "rsub": _of_numbers(lambda a, b: Interval(b.low - a.high, b.high - a.low)),
     "neg": _of_numbers(lambda a: Interval(-a.high, -a.low)),
     "mul": _of_numbers(_multiplied),
+    "div": _of_numbers(_divided),
     "floor_divide": _of_numbers(_floored),
+    "pow": _of_numbers(_powers),
     "remainder": _of_numbers(_remainder),
     "abs": _of_numbers(_absolute),
     "minimum": lambda a, b: Interval(*map(torch.minimum, a, b)),
     "maximum": lambda a, b: Interval(*map(torch.maximum, a, b)),
 }
 # Functions that rise with their first operand, or keep it.
-_MONOTONE = {"_to_copy", "alias", "clamp", "clamp_max", "clamp_min", "clone", "detach"} | {
-    "lift_fresh_copy"
+_MONOTONE = {
+    *("_to_copy", "alias", "clamp", "clamp_max", "clamp_min", "clone", "detach", "lift_fresh_copy"),
+    *("ceil", "exp", "exp2", "floor", "log", "log2", "relu", "round", "sqrt", "trunc"),
 }

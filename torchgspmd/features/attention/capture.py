@@ -23,6 +23,7 @@ from ...capture.traced_values import is_transforming, needs_gradient
 from ...rules.custom_ops.nd import einsum
 from ...rules.custom_ops.random import draw_seed
 from ...rules.rewrites import DECLINED, apply_first, rewrite
+from .flex_op import biased_attention
 from .op import attention
 from .written import unrepeated
 
@@ -40,8 +41,8 @@ def _attention(
 ) -> object:
     """Run F.scaled_dot_product_attention as one node, or as einsums and a softmax.
 
-    A mask that needs a gradient takes einsums. So does dropout under torch.vmap, and for backends
-    that take only graphs.
+    A mask that needs a gradient is a bias of flex_attention. Dropout takes einsums with it, under
+    torch.vmap, and for backends that take only graphs.
     """
     # PyTorch broadcasts other leading dimensions, or reports them.
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
@@ -51,16 +52,23 @@ def _attention(
     fused = query.is_floating_point() and query.shape[:-3] == key.shape[:-3]
     fused &= not (dropout_p and (is_transforming() or is_unrolling()))
     fused &= not has_no_elements(query, key, value)  # kernels divide by sizes
+    biased = False
     if attn_mask is not None:
         _check_mask(attn_mask, query.shape[-2], key.shape[-2])
+        takes_bias = fused and not (is_transforming() or is_unrolling() or dropout_p)
         fused &= not (needs_gradient(attn_mask) or is_causal or attn_mask.dim() > query.dim())
-    if fused:
+        biased = takes_bias and not fused and attn_mask.is_floating_point()
+    if fused or biased:
         key, value = unrepeated(key, value)
     query, key, value = autocast(query, key, value)
     if scale is None and isinstance(query.shape[-1], torch.SymInt):
         query, scale = query / torch.sym_sqrt(query.shape[-1]), 1.0  # nodes have plain numbers
     # Rows of no numbers have the product 0, whatever the scale.
     scale = 1 / math.sqrt(query.shape[-1] or 1) if scale is None else scale
+    if biased and attn_mask is not None:
+        bias = attn_mask.to(query.dtype)
+        if (out := biased_attention(query, key, value, bias, is_causal, scale)) is not None:
+            return out
     if fused:
         # The operator's mask has at least two dimensions.
         mask = None if attn_mask is None else attn_mask[(None,) * (2 - attn_mask.dim())]

@@ -4,15 +4,16 @@
     ->  flex_attention(q, k, v, buffers, "aten.ge.Tensor(q, k)", "aten.add.Tensor(score, ...)", ...)
 
 mask_mod and score_mod are traced for one element, with 0-d tensors as its positions. Other values
-that they read are buffers. PyTorch's own computation, a softmax over all scores, remains for
-operations that depend on more than the element. It also remains for buffers that need a gradient.
+that they read are buffers. An entry of a buffer that needs a gradient is a leaf of the trace, so
+the expression of its gradient follows. PyTorch's own computation, a softmax over all scores,
+remains for operations that depend on more than the element.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +27,8 @@ from ...compat.private_apis import _disable_current_modes, get_interpreter_stack
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError
 from ...rules.rewrites import DECLINED, rewrite
-from .flex_op import flex_attention, is_elementwise
+from .expressions import is_elementwise, learned_buffers
+from .flex_op import BACKWARDS, flex_attention
 
 _POSITIONS = ("b", "h", "q", "k")
 
@@ -35,25 +37,78 @@ class _NotElementwise(Exception):
     """The function is no expression of one element."""
 
 
+class _Entry(NamedTuple):
+    """An entry of a buffer that needs a gradient, as a leaf. index: none for a 0-d buffer."""
+
+    buffer: int
+    index: list[Tensor]
+    value: Tensor
+
+
 class _Buffers(TorchFunctionMode):
     """Notes the tensors that a function reads and has not computed; or replaces them.
 
-    It never reads the values of 0-d indices.
+    It never reads the values of 0-d indices. entries: gets those of buffers in `learned`, by id.
     """
 
-    def __init__(self, own: Sequence[Tensor], replaced: dict[int, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        own: Sequence[Tensor],
+        replaced: dict[int, Tensor] | None = None,
+        learned: dict[int, int] | None = None,
+        entries: list[_Entry] | None = None,
+    ) -> None:
         super().__init__()
         self.own = {id(x): x for x in own}
         self.outer: dict[int, Tensor] = {}
-        self.replaced = replaced
+        self.replaced, self.learned = replaced, learned or {}
+        self.entries: list[_Entry] = [] if entries is None else entries
+        # Values that are buffers with some indices: the buffer, and an index or None for each dim.
+        self.partial: dict[int, tuple[Tensor, list[Tensor | None]]] = {}
 
     def _operand(self, x: object) -> object:
         if not isinstance(x, Tensor) or id(x) in self.own:
             return x
-        if self.replaced is not None:
-            return self.replaced.get(id(x), x)
-        self.outer.setdefault(id(x), x)
-        return x
+        if self.replaced is None:
+            self.outer.setdefault(id(x), x)
+            return x
+        x = self.replaced.get(id(x), x)
+        return self._entry(x, []) if not x.dim() and id(x) in self.learned else x
+
+    def _entry(self, buffer: Tensor, index: list[Tensor]) -> Tensor:
+        """Return a buffer's entry, as a leaf if it needs a gradient."""
+        value = aten.index.Tensor(buffer, index) if index else buffer
+        if id(buffer) in self.learned:
+            value = value.detach().requires_grad_()
+            self.entries.append(_Entry(self.learned[id(buffer)], index, value))
+        return value
+
+    def _read(self, x: Tensor, index: Any) -> Tensor | None:
+        """Return x[index] for positions, numbers and `:`, also in several steps; else None."""
+        index = index if isinstance(index, tuple) else (index,)
+        buffer, places = self.partial.get(id(x), (x, [None] * x.dim()))
+        free = [d for d, place in enumerate(places) if place is None]
+        if ... in index:
+            at = index.index(...)
+            index = (*index[:at], *[slice(None)] * (len(free) - len(index) + 1), *index[at + 1 :])
+        if len(index) > len(free):
+            return None
+        places = [*places]
+        for d, i in zip(free, index):
+            if type(i) is int:
+                i = torch.full((), i, dtype=torch.int64)
+            if isinstance(i, Tensor) and not i.dim() and not i.is_floating_point():
+                places[d] = i
+            elif i != slice(None):
+                return None
+        known = [place for place in places if place is not None]
+        if any(place.dtype == torch.bool for place in known):
+            return None
+        if len(known) == len(places):
+            return self._entry(buffer, known)
+        result = aten.index.Tensor(buffer, places) if known else aten.alias.default(x)
+        self.partial[id(result)] = buffer, places
+        return result
 
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: Any = None
@@ -62,11 +117,8 @@ class _Buffers(TorchFunctionMode):
         if func is Tensor.__bool__:
             raise _NotElementwise("a branch on values")
         # x[i] would read the index's value; aten.index keeps it symbolic.
-        if func is Tensor.__getitem__:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if all(isinstance(i, Tensor) for i in index):
-                func, args = aten.index.Tensor, (args[0], list(index))
-        result = func(*args, **kwargs)
+        result = self._read(*args) if func is Tensor.__getitem__ else None
+        result = func(*args, **kwargs) if result is None else result
         for x in pytree.tree_leaves(result):
             if isinstance(x, Tensor):
                 # The table also keeps results alive: the id of a freed tensor may come again.
@@ -134,14 +186,22 @@ _PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
 
 
 def _expression(
-    function: Callable, dtype: torch.dtype, names: Sequence[str], buffers: dict[int, Tensor]
+    function: Callable,
+    dtype: torch.dtype,
+    names: Sequence[str],
+    buffers: dict[int, Tensor],
+    entries: list[_Entry] | None = None,
 ) -> str:
+    """Return a function's expression. entries: gets those of buffers that need a gradient."""
 
     def run(*args: Tensor) -> Tensor:
         own, rest = args[: len(names)], args[len(names) :]
-        with _Buffers(args, dict(zip(buffers, rest))):
+        numbers = range(len(rest)) if entries is not None else ()
+        learned = {id(rest[i]): i for i in numbers if needs_gradient[i]}
+        with _Buffers(args, dict(zip(buffers, rest)), learned, entries):
             return function(*own)
 
+    needs_gradient = [x.requires_grad for x in buffers.values()]
     # A trace of its own: the program's trace sees nothing of it.
     with _disable_current_modes():
         stand_ins = [torch.zeros(tuple(x.shape), dtype=x.dtype) for x in buffers.values()]
@@ -150,15 +210,26 @@ def _expression(
     return _Expression(graph, [*names, *(f"u{i}" for i in range(len(buffers)))]).text
 
 
-def _gradient_of(score_mod: Callable) -> Callable:
-    def gradient(grad: Tensor, score: Tensor, *positions: Tensor) -> Tensor:
+def _gradient_of(score_mod: Callable, entries: list[_Entry]) -> Callable:
+    """Return the gradient of scores, with that of each entry of a buffer that needs one."""
+
+    def gradient(grad: Tensor, score: Tensor, *positions: Tensor) -> Any:
         with torch.enable_grad():
             score = score.detach().requires_grad_()
             changed = score_mod(score, *positions)
+        leaves = [score, *(entry.value for entry in entries)]
         # A score_mod may ignore the score, so that nothing flows back.
-        if not changed.requires_grad:
-            return torch.zeros_like(grad)
-        return torch.autograd.grad(changed, score, grad)[0]
+        found: Sequence[Any] = [None] * len(leaves)
+        if changed.requires_grad:
+            found = torch.autograd.grad(changed, leaves, grad, allow_unused=True)
+        of_score, *others = found
+        of_score = torch.zeros_like(grad) if of_score is None else of_score
+        terms = [
+            [entry.buffer, entry.index, term]
+            for entry, term in zip(entries, others, strict=True)
+            if term is not None
+        ]
+        return [of_score, *terms] if terms else of_score
 
     return gradient
 
@@ -169,20 +240,18 @@ def _functions(
     """Return the buffers, and the expressions for the mask, the score and its gradient."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     score, grad = ("score", *_POSITIONS), ("grad", "score", *_POSITIONS)
+    entries: list[_Entry] = []
     # A checkpoint around the call is not to see what the functions save for their own gradient.
     with torch.no_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         buffers = _buffers_of(mask_mod, dtype, _POSITIONS)
         buffers |= _buffers_of(score_mod, dtype, score)
-        if any(x.requires_grad for x in buffers.values()):
-            raise _NotElementwise("a buffer needs a gradient")
         texts = [
-            _expression(function, dtype, names, buffers)
-            for function, names in (
-                (mask_mod, _POSITIONS),
-                (score_mod, score),
-                (_gradient_of(score_mod), grad),
-            )
+            _expression(mask_mod, dtype, _POSITIONS, buffers),
+            _expression(score_mod, dtype, score, buffers),
+            _expression(_gradient_of(score_mod, entries), dtype, grad, buffers, entries),
         ]
+    if len(learned_buffers(texts[2])) >= len(BACKWARDS):
+        raise _NotElementwise("more buffers need a gradient than an operator has results for")
     # torch's noop_mask, as traced: every score is seen.
     if texts[0] == "aten.new_ones.default(b, [], dtype=torch.bool)":
         texts[0] = ""
@@ -212,16 +281,18 @@ def flexible_attention(
     except (_NotElementwise, RuntimeError):  # PyTorch reports what is a mistake.
         return math_attention(*arguments)
     out, lse = flex_attention(query, key, value, tensors, *texts, scale)
+    if kernel_options.get("BACKEND") != "FLASH":
+        lse = lse / math.log(2)  # as torch's other kernels have it
     return out, lse, lse
 
 
-# An option: whether the caller gets the logsumexp or the maximum.
-RETURNS = "returns_statistics"
+# An option: whether the caller gets the greatest scores.
+RETURNS = "returns_maximum"
 
 
 def options_with_returns(options_of: Callable, *args: object) -> dict[str, Any]:
-    """Add to the result of torch's `_apply_kernel_options` whether statistics are returned."""
-    returns = bool(args[3]) or any(x is not None for x in args[5:])
+    """Add to the result of torch's `_apply_kernel_options` whether the maximum is returned."""
+    returns = any(getattr(x, "max_scores", False) for x in args[5:])
     return {**options_of(*args), RETURNS: returns}
 
 

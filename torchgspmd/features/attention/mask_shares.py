@@ -13,7 +13,6 @@ computes most, as bytes that are sent meanwhile.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -22,23 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat.operators import draws
-from ...compat.private_apis import OpOverload
 from ...fx_passes.expand.split_fused import axes_along
 from ...fx_passes.ir import Rules
 from ...fx_passes.propagate.layouts import Layouts
-from .flex_op import Flex
-from .ring_rows import pieces_of, rows_seen
+from .flex_op import BACKWARDS, Flex, flex_attention
+from .order_in_run import is_pure, pairs_of
+from .ring_rows import pieces_of, rows_seen, size_of_runs
 from .tiles import Place
 from .token_orders import IN_ORDER, TokenOrder, blocks_of, in_order, orders
 
 _CPU = torch.device("cpu")
 OWN = "tokens in their own order, which takes least time"
+UNORDERED = "tokens in their own order, since their mask is known in a run alone"
+IN_RUN = "blocks of tokens in an order that each run computes from the mask"
+# Of a mask that only a run knows, how much longer the busiest device computes than the mean, in
+# parts of the mean of all pairs: documents leave half of them, and some device twice its share.
+UNKNOWN = 0.5
 Pieces = list[tuple[int, int]]
 # The operators, and the index of their queries. Buffers, expressions and the scale follow values.
-FLEX = {
-    torch.ops.torchgspmd.flex_attention.default: 0,
-    torch.ops.torchgspmd.flex_attention_backward.default: 1,
+FLEX: dict[Any, int] = {
+    flex_attention._opoverload: 0,
+    **{op._opoverload: 1 for op in BACKWARDS},
 }
 
 
@@ -131,7 +134,7 @@ class MaskedRing:
         """The part of other devices' keys that a device sends, or receives, at most."""
         seen = rows_seen(self.change, self.place, self.shape, self.n, _CPU)
         counts = [
-            [0 if i == j else rows.stop - rows.start for j, rows in enumerate(blocks)]
+            [0 if i == j else size_of_runs(runs) for j, runs in enumerate(blocks)]
             for i, blocks in enumerate(seen)
         ]
         most = max(map(sum, (*counts, *zip(*counts))))
@@ -140,8 +143,11 @@ class MaskedRing:
     @cached_property
     def price(self) -> float:
         """The time for keys that travel, and for the busiest device, relative to a gather."""
-        waiting = (max(self.work) - sum(self.work) / self.n) * self._rows_per_pair
-        return self.share + waiting / ((self.n - 1) * self.shape[-1])
+        mean = sum(self.work) / self.n
+        waiting = max(self.work) - mean
+        if not self.change.is_known:
+            waiting = max(waiting, UNKNOWN * mean)
+        return self.share + waiting * self.rows_per_pair / ((self.n - 1) * self.shape[-1])
 
     @cached_property
     def work(self) -> list[float]:
@@ -151,17 +157,22 @@ class MaskedRing:
         _, pairs = self._pairs(*flat)
         return [float(part.sum()) for part in pairs.split([len(pieces) for pieces in queries])]
 
+    def in_run(self, node: fx.Node) -> tuple[Any, ...]:
+        """Return the operands with which a run computes an order; see TokenOrder."""
+        at = 3 + 3 * FLEX[node.target]
+        buffers, mask = node.args[at : at + 2]
+        return (*(tuple(buffers), mask), *self.q.shape[:2], 1 / self.rows_per_pair)
+
     def described(self) -> str:
         """Return how tokens are divided, for a plan's summary."""
-        buffers = self.change.buffers
-        if any(x is None for x in buffers):
-            return "tokens in their own order, since their mask is known in a run alone"
+        if not self.change.is_known:
+            return IN_RUN if IN_ORDER in self.change.mask else UNORDERED
         most = max(self.work) * self.n / (sum(self.work) or 1.0)
         order = "blocks of tokens ordered by their work" if IN_ORDER in self.change.mask else OWN
         return f"{order}; the busiest device computes {most:.2f} of the mean"
 
     @property
-    def _rows_per_pair(self) -> float:
+    def rows_per_pair(self) -> float:
         """How many rows of keys and values travel while a pair is computed."""
         flops = 2 * self.q[..., 0, 0].numel() * (self.q.shape[-1] + self.v.shape[-1])
         row = (self.k.nbytes + self.v.nbytes) / self.k.shape[-2]
@@ -171,9 +182,7 @@ class MaskedRing:
         """Return which pieces see which, and how many pairs: half of a block seen in part."""
         seen = self.change.blocks(self.shape, self.place, queries, keys, _CPU)
         assert seen is not None  # there is a mask
-        sizes = [torch.tensor(each, device=_CPU).diff()[:, 0] for each in (queries, keys)]
-        pairs = (seen.some.double() + seen.whole) / 2 * sizes[0].view(-1, 1) * sizes[1]
-        return seen.some, pairs
+        return seen.some, pairs_of(seen, queries, keys)
 
     @cached_property
     def balanced(self) -> tuple[TokenOrder, float] | None:
@@ -182,13 +191,16 @@ class MaskedRing:
         count = blocks_of(rows, self.n) * self.n
         if not count or rows != self.k.shape[-2]:
             return None
+        if not self.change.is_known:
+            # A run finds an order that leaves hardly anybody to wait.
+            return TokenOrder(self.n, rows, tuple(range(count))), self.share
         width = rows // count
         pieces = [(i, i + width) for i in range(0, rows, width)]
         seen, pairs = self._pairs(pieces, pieces)
         if bool((pairs == pairs[0, 0]).all()):
             return None
         found: dict[TokenOrder, float] = {}
-        for blocks in orders(seen, pairs, self.n, width / self._rows_per_pair):
+        for blocks in orders(seen, pairs, self.n, width / self.rows_per_pair):
             order = TokenOrder(self.n, rows, blocks)
             functions = in_order(self.change.functions, order, order.starts())
             found[order] = replace(self, change=Flex(*functions)).price
@@ -203,18 +215,10 @@ def _value(node: fx.Node, constants: nn.Module, known: dict[fx.Node, Any]) -> An
             value = getattr(constants, str(node.target), None)
             if isinstance(value, Tensor) and not value.is_meta:
                 known[node] = value.cpu()
-        elif node.op == "call_function" and _is_pure(node.target):
+        elif node.op == "call_function" and is_pure(node.target):
             operands = {x: _value(x, constants, known) for x in node.all_input_nodes}
             if not any(x is None for x in operands.values()):
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operands.__getitem__)
                 here = {"device": torch.device("cpu")} if "device" in kwargs else {}
                 known[node] = node.target(*args, **kwargs | here)
     return known[node]
-
-
-def _is_pure(target: Any) -> bool:
-    """Return whether an operation follows from its arguments, and changes none."""
-    if target is operator.getitem or not isinstance(target, OpOverload):
-        return target is operator.getitem
-    is_fixed = not draws(target) and not target._schema.is_mutable
-    return target.namespace in ("aten", "prims") and is_fixed

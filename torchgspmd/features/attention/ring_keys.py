@@ -37,6 +37,7 @@ from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import ROW, STACK, mark_of
 from ...shard_spec import Axes, ShardSpec
 from .call import AttentionCall, of_backward
+from .flex_op import BACKWARDS
 from .lending import LSE_ITEMSIZE, sent_bytes
 from .mask_shares import Masks
 from .ring import ring_attention, ring_attention_backward
@@ -94,7 +95,7 @@ RINGS: dict[Any, Ring] = {
     _ours.attention.default: _forward(None, lambda args: _of_call(AttentionCall(*args))),
     _ours.attention_backward.default: _backward(None, lambda args: _of_call(of_backward(*args)[0])),
     _ours.flex_attention.default: _forward(None, _flex(3)),
-    _ours.flex_attention_backward.default: _backward(None, _flex(6)),
+    **{op._opoverload: _backward(None, _flex(6)) for op in BACKWARDS},
     _ours.zigzag_attention.default: _forward(4, _zigzag(3)),
     _ours.zigzag_attention_backward.default: _backward(7, _zigzag(6)),
 }

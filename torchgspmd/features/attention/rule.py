@@ -37,9 +37,10 @@ from ...rules.notation import (
 )
 from ...rules.registry import rule_for
 from ...rules.rewrites import rewrite
-from . import flex_op as _flex  # noqa: F401
 from . import op as _op  # noqa: F401
 from .call import AttentionCall, of_backward, of_parts
+from .expressions import learned_buffers, shard_dims
+from .flex_op import BACKWARDS
 from .lending import LSE_ITEMSIZE
 from .tiles import merge_parts
 from .token_orders import TokenOrder, in_order
@@ -84,21 +85,23 @@ def _rule(
     others: Sequence[DimNames] = (),
     whole: Sequence[str] = (),
     is_gradient: bool = False,
+    terms: Sequence[DimNames] = (),
     price: float = 1.0,
     **keywords: Any,
 ) -> FactorRule:
     """Return the rule for (q, k, v, *others), or (gradient, q, k, v, result, logsumexp, *others).
 
-    whole: factors of the others that no axis may shard.
+    whole: factors of the others that no axis may shard. terms: the factors of their gradients.
     """
     q, k, _ = call.tensors[is_gradient : 3 + is_gradient]
     inputs, rows = [names.q, names.k, names.v], [names.out, names.rows]
     keywords |= {"contraction": True, "instead": instead(q, k, price)}
     if is_gradient:
         operands, replicated = [names.out, *inputs, *rows, *others], ["d", "e", *whole]
-        return call.rule(
-            operands, inputs, names.sizes, reduce="s t g", replicated=replicated, **keywords
-        )
+        reduce = ["s", "t", "g", *(names.before if terms else ())]
+        results = [*inputs, *terms]
+        keywords |= {"reduce": reduce, "replicated": replicated}
+        return call.rule(operands, results, names.sizes, **keywords)
     replicated = ["t", "d", "e", *whole]
     return call.rule([*inputs, *others], rows, names.sizes, replicated=replicated, **keywords)
 
@@ -261,24 +264,43 @@ def _split_keys(
 # ------------------------------------------------------------------------------ flex_attention
 
 
-def _buffers(buffers: Sequence[Tensor]) -> tuple[list[DimNames], list[str]]:
-    """Return the factors for each buffer, and a list of them all: none may be sharded."""
-    names = [factors(f"u{i}_", x.dim()) for i, x in enumerate(buffers)]
-    return [*names], [name for dims in names for name in dims]
+def _buffers(call: Call, names: Names, q: int) -> tuple[list[DimNames], list[str]]:
+    """Return the factors for each buffer, and a list of those that no axis may shard.
+
+    q: the index of the queries. A buffer that scores alone read, at the positions of queries, is
+    sharded like them.
+    """
+    at, buffers = 3 + 3 * q, call.tensors[3 + 3 * q :]
+    shared = shard_dims(*call.args[at + 1 : at + 4])
+    places: dict[str, Any] = dict(zip("bhq", names.rows)) if len(names.rows) == 3 else {}
+    sizes = dict(zip("bhq", call.tensors[q].shape))
+    found: list[DimNames] = []
+    for i, x in enumerate(buffers):
+        own = factors(f"u{i}_", x.dim())
+        for d, name in enumerate(own):
+            place = shared.get((i, d), "")
+            found_place = place in places and sizes[place] == x.shape[d]
+            own[d] = places[place] if found_place else name
+        found.append(own)
+    whole = [n for dims in found for n in dims if isinstance(n, str) and n.startswith("u")]
+    return found, whole
 
 
 @rule_for(ours.flex_attention.default)
 def _flex_attention(call: Call) -> FactorRule:
-    names, (dims, whole) = _names_of(call, 0), _buffers(call.tensors[3:])
+    names = _names_of(call, 0)
+    dims, whole = _buffers(call, names, 0)
     options = {"price": _price(call.args, 0), "local": _flex_form(names, 0)}
     return _rule(call, names, dims, whole, balance=_masked_balance(call, 0), **options)
 
 
-@rule_for(ours.flex_attention_backward.default)
+@rule_for(*(op._opoverload for op in BACKWARDS))
 def _flex_attention_backward(call: Call) -> FactorRule:
-    names, (dims, whole) = _names_of(call, 1), _buffers(call.tensors[6:])
+    names = _names_of(call, 1)
+    dims, whole = _buffers(call, names, 1)
     options = {
         "is_gradient": True,
+        "terms": [dims[i] for i in learned_buffers(call.args[9])],
         "price": _price(call.args, 1),
         "balance": _masked_balance(call, 1),
         "local": _flex_form(names, 1),
@@ -289,7 +311,9 @@ def _flex_attention_backward(call: Call) -> FactorRule:
 def _masked_balance(call: Call, q: int) -> Balance | None:
     """Describe how self-attention under a mask is balanced. q: the index of the queries."""
     at, rows = 3 + 3 * q, [x.shape[-2] for x in call.tensors[q : q + 2]]
-    if rows[0] != rows[1] or not call.args[at + 1]:
+    # A buffer that is sharded like the queries would have to be in another order, too.
+    by_queries = "q" in shard_dims(*call.args[at + 1 : at + 4]).values()
+    if rows[0] != rows[1] or not call.args[at + 1] or by_queries:
         return None
 
     def ordered(args: tuple[Any, ...], order: TokenOrder, starts: object) -> tuple[object, Any]:

@@ -4,10 +4,12 @@
     work        10+3+3  | 36                      pairs that are seen
     exchanged   aaaabbdd|ccdddddd                 13+3+13 | 3+23: one block each
 
-Planning knows the mask, so a table says which blocks see which. The search begins with tokens in
-their own order, and in zigzag order. The busiest device exchanges a block with one of the least
-busy, as long as its work shrinks. Of all orders on the way, the one with the smallest time counts:
-the rows that travel, and the work of the busiest device as bytes that are sent meanwhile.
+A table says which blocks see which. Where planning knows the mask, it has the table. Else the
+program computes it in each run, and all devices find the same order (`order_in_run.py`). The search
+begins with tokens in their own order, and in zigzag order. The busiest device exchanges a block
+with one of the least busy, as long as its work shrinks. Of all orders on the way, the one with the
+smallest time counts: the rows that travel, and the work of the busiest device as bytes that are
+sent meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 # Blocks that a device has, at most; devices with which the busiest one may exchange.
 BLOCKS, PARTNERS = 8, 4
@@ -30,15 +32,34 @@ class TokenOrder(NamedTuple):
     """An order of `rows` tokens for so many shards.
 
     blocks: which block of tokens is at each place. (): zigzag order, as `op.zigzag` makes it.
+    in_run: the mask's buffers and expression, its positions b and h, and the pairs that a device
+    computes while a row travels. Then each run computes the blocks, and `blocks` has their number.
     """
 
     shards: int
     rows: int
     blocks: tuple[int, ...] = ()
+    in_run: tuple[Any, ...] = ()
 
     def starts(self) -> Tensor:
         """Return where each block begins in the sequence."""
         return torch.tensor(self.blocks, device="cpu") * (self.rows // len(self.blocks))
+
+
+class TokenDim(NamedTuple):
+    """The dimension of a value along which tokens lie. outer: the sequences along it."""
+
+    value: fx.Node
+    dim: int
+    outer: int
+
+
+class Tokens(NamedTuple):
+    """Holds tokens in one order: a factor of an operation, or (factor "") causal attention."""
+
+    node: fx.Node
+    factor: str
+    outer: int
 
 
 def in_blocks(x: Tensor, dim: int, outer: int, blocks: Tensor) -> Tensor:
@@ -65,6 +86,13 @@ def orders(seen: Tensor, pairs: Tensor, shards: int, price: float) -> list[tuple
     paired = torch.where(place % 2 == 0, place // 2, len(seen) - 1 - place // 2)
     search = _Search(seen, pairs.sum(1), price)
     return [search.best(start.view(shards, -1)) for start in (place, paired)]
+
+
+def best_order(seen: Tensor, pairs: Tensor, shards: int, price: float) -> Tensor:
+    """Return the order with the smallest time; see `orders`."""
+    search = _Search(seen, pairs.sum(1), price)
+    found = [torch.tensor(x, device="cpu") for x in orders(seen, pairs, shards, price)]
+    return min(found, key=lambda blocks: search.cost(blocks.view(shards, -1)))
 
 
 class _Search(NamedTuple):

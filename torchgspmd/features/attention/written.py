@@ -6,8 +6,8 @@
 
 Nobody needs the scores then. If the program also uses the weights elsewhere, the trace is repeated
 and leaves them as they are. The rewriting also skips softmaxes in a dtype other than the scores'
-own, or than float32 and float64. It skips masks that need a gradient, and scores that are not
-larger than their operands.
+own, or than float32 and float64. It skips scores that are not larger than their operands. A mask
+that needs a gradient is a bias of flex_attention.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from torch.fx import traceback as fx_traceback
 
 from ...capture.rewrites.loop_trace import is_unrolling
 from ...capture.trace_context import SITE, current_sites
+from ...capture.traced_values import is_transforming, needs_gradient
 from ...errors import user_line
 from ...rules.custom_ops.nd import einsum, split_equation
 from ...rules.custom_ops.random import draw_seed
 from ...rules.ops.factory import kept, masked
 from ...rules.rewrites import DECLINED, Declined, rewrite
+from .flex_op import biased_attention
 from .op import attention
 
 
@@ -213,14 +215,21 @@ def _attention_of_product(equation: str, a: Tensor, b: Tensor) -> Tensor | Decli
     v = _permuted(b, right, lead + t + others[0])
     if weights.site in sites.kept or v.dtype != q.dtype or not _pays(q, k, v):
         return DECLINED
-    # After the trace, this shows whether the weights are also used elsewhere.
-    sites.rewritten.add(weights.site)
     k, v = unrepeated(k, v)
     mask = _joined(masks, q.dtype)
-    options = () if mask is None else (mask,)
-    if weights.dropout:
-        options = (mask, None, *weights.dropout)
-    return _permuted(attention(q, k, v, False, scale, *options)[0], lead + s + others[0], out)
+    if mask is not None and needs_gradient(mask):
+        plain = not (weights.dropout or is_transforming())
+        result = biased_attention(q, k, v, mask, False, scale) if plain else None
+        if result is None:
+            return DECLINED
+    else:
+        options = () if mask is None else (mask,)
+        if weights.dropout:
+            options = (mask, None, *weights.dropout)
+        result = attention(q, k, v, False, scale, *options)[0]
+    # After the trace, this shows whether the weights are also used elsewhere.
+    sites.rewritten.add(weights.site)
+    return _permuted(result, lead + s + others[0], out)
 
 
 def _pays(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -265,8 +274,8 @@ def _scaled(result: Tensor, scores: _Scores, factor: float) -> Tensor:
 
 
 def _masked(result: Tensor, x: Tensor, scores: _Scores, mask: Tensor) -> Tensor:
-    """Return masked scores, marked if the mask needs no gradient and changes no shape."""
-    if mask.requires_grad or result.shape != x.shape or result.dtype != x.dtype:
+    """Return masked scores, marked if the mask changes no shape."""
+    if result.shape != x.shape or result.dtype != x.dtype:
         return result
     return _mark(result, scores._replace(masks=(*scores.masks, mask)))
 
