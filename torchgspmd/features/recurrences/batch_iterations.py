@@ -308,7 +308,8 @@ class _Batcher:
         """Return the operations that lead from a carry to the next one, in order."""
         needed, path = {again}, []
         for op in reversed(self.found.ops):
-            if needed & {*op.results} and carry in self._waits(op.node):
+            results = needed.intersection(op.results)
+            if any(carry in self._waits(v) for v in results):
                 path.append(op)
                 needed |= {*op.operands}
         return path[::-1]
