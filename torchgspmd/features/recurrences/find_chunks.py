@@ -200,7 +200,11 @@ class Finder:
             return None
         op, result = template
         alike = [
-            m is not None and m[0].key == op.key and m[1] == result and m[0].node is not op.node
+            m is not None
+            and m[0].key == op.key
+            and m[1] == result
+            and m[0].node is not op.node
+            and (not self.choose or self._reads_parts(op, m[0]))
             for m in made
         ]
         alike[self.at] = True
@@ -222,6 +226,14 @@ class Finder:
         none = (None,) * len(op.operands)
         rows = [m[0].operands if m and v is not None else none for m, v in zip(made, hollow)]
         return [*zip(*rows)]
+
+    def _reads_parts(self, op: Op, other: Op) -> bool:
+        """Return whether another iteration's operation reads parts where this one reads some."""
+        for value, v in zip(op.operands, other.operands):
+            families = {f for f in self.parts.families.get(value, ()) if f.pieces}
+            if families and families.isdisjoint(self.parts.families.get(v, ())):
+                return self._is_zero(v)
+        return True
 
     def _chooses(self, value: fx.Node, i: int, v: fx.Node | None) -> bool:
         """Note that an iteration at an end has another value; False if that is not asked for."""

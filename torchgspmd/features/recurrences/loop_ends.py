@@ -101,14 +101,28 @@ def _end_by_sum(op: Op, ops: dict[fx.Node, Op]) -> Iterator[End]:
         yield from _totals(op.node, others, ops)
     terms = {pieces: [v for row in rows.values() for v in row] for pieces, rows in placed.items()}
     for pieces, rows in placed.items():
-        depth, last = len(next(iter(rows.values()))), pieces.count - 1
+        last = pieces.count - 1
         if last + 1 < FEWEST_PARTS or not {*range(1, last)} <= rows.keys():
             continue
-        if all(len(row) == depth for row in rows.values()):
-            rows = {i: [ops[v].operands[0] for v in row] for i, row in rows.items()}
-            columns = zip(*(rows.get(i, [None] * depth) for i in range(last + 1)))
+        sources = {i: [ops[v].operands[0] for v in row] for i, row in rows.items()}
+        aligned = [_aligned(sources.get(i, []), sources[1], ops) for i in range(last + 1)]
+        if all(row and (i in (0, last) or None not in row) for i, row in enumerate(aligned)):
             rest = [v for other, values in terms.items() if other != pieces for v in values]
-            yield End(op.node, pieces, tuple(columns), (*others, *rest))
+            yield End(op.node, pieces, tuple(zip(*aligned)), (*others, *rest))
+
+
+def _aligned(
+    row: list[fx.Node], like: list[fx.Node], ops: Mapping[fx.Node, Op]
+) -> list[fx.Node | None]:
+    """Return an iteration's summands in the order of another one; none if it has more of them."""
+    if len(row) == len(like):
+        return [*row]
+    rest, result = [*row], list[fx.Node | None]()
+    for value in like:
+        keys = [ops[v].key if v in ops else None for v in rest]
+        key = ops[value].key if value in ops else None
+        result.append(rest.pop(keys.index(key)) if key in keys else None)
+    return [] if rest else result
 
 
 def _totals(node: fx.Node, terms: list[fx.Node], ops: dict[fx.Node, Op]) -> Iterator[End]:

@@ -196,11 +196,16 @@ class _Splitter:
         return _added(self.graph, lambda x: x.expand(count, *x.shape), value)
 
     def _is_sharded(self, finder: Finder) -> bool:
-        """Return whether parts lie on several devices, and iterations depend on earlier ones."""
-        specs = self.work.layouts.spec
-        return any(
-            pieces is None or bool(specs[value].dims[pieces.dim]) and bool(finder.carries)
-            for value, pieces in finder.rows.values()
+        """Return whether parts lie on several devices, and iterations depend on earlier ones.
+
+        A loop's gradients may lie in another way, so that parts of another value count, too.
+        """
+        specs, rows = self.work.layouts.spec, finder.rows.values()
+        if any(pieces is None for _, pieces in rows):
+            return True
+        all_families = {f for families in finder.parts.families.values() for f in families}
+        return bool(rows and finder.carries) and any(
+            pieces is None or bool(specs[value].dims[pieces.dim]) for value, pieces in all_families
         )
 
     def _rows(self, family: Family) -> fx.Node:
