@@ -13,7 +13,7 @@ source   ours; batch_iterations.py has the algorithm's
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -21,7 +21,8 @@ from torch import Tensor, fx
 from ...compat.fx_nodes import drop_unused, inline, origin_of
 from ...fx_passes.expand.undivided import Work
 from ...rules import trace
-from ...rules.custom_ops.loops import LOOP_MARKS, mark_of
+from ...rules.algebra_rows import flipped_dim
+from ...rules.custom_ops.loops import LOOP_MARKS, STACK, mark_of
 from ...rules.ops.concat_slice import Pieces
 from .batch_iterations import batch_iterations
 from .find_chunks import Family, Finder, Parts
@@ -165,6 +166,7 @@ class _Splitter:
     def split_loops(self) -> None:
         """Compute the iterations of loops at once, if the rows of one of them are sharded."""
         loops, specs = [*loops_of(self.work)], self.work.layouts.spec
+        turned = set[fx.Node]()
         lengths = {
             loop.found.count
             for loop in loops
@@ -173,23 +175,42 @@ class _Splitter:
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for loop in loops:
             found, last = loop.found, loop.exits[-1]
-            end_at = found.count - 1 - found.begin
             users = [u for end in loop.exits for u in end.users if u not in loop.exits]
             early = any(order.get(user, 0) < order[last] for user in users)
             if found.count not in lengths or not found.rows or early:
                 continue
             with self.graph.inserting_before(last):
+                is_turned = self._turn(found, turned)
                 new = batch_iterations(self.graph, found)
                 if new is None:
                     continue
+                end_at = found.count - 1 - found.begin
                 for end in loop.exits:
                     value = mark_of(end).value
-                    self.results[end] = _added(
+                    result = _added(
                         self.graph,
                         lambda x, e=end, i=end_at: value_behind(e, x, i),
                         new.get(value) or self._repeated(value, found.count),
                     )
+                    if is_turned and end.target is STACK:
+                        result = _added(self.graph, _from_behind, result)
+                        turned.add(end)
+                    self.results[end] = result
             self.exits += loop.exits
+
+    def _turn(self, found: Recurrence, turned: Collection[fx.Node]) -> bool:
+        """Let a loop over flipped rows, as scan with `reverse` is, begin with the last row.
+
+        turned: results of such loops, which are flipped. Returns whether most rows are.
+        """
+        flipped = [x for x in found.rows.values() if flipped_dim(x) == 0 or x in turned]
+        if 2 * len(flipped) <= len(found.rows):
+            return False
+        for entry, x in found.rows.items():
+            is_flip = flipped_dim(x) == 0
+            found.rows[entry] = x.args[0] if is_flip else _added(self.graph, _from_behind, x)
+        found.reverse = not found.reverse
+        return True
 
     def _repeated(self, value: fx.Node, count: int) -> fx.Node:
         """Add the rows of a value that is the same in all iterations."""
@@ -216,6 +237,10 @@ class _Splitter:
         if family not in self.batched:
             self.batched[family] = _added(self.graph, lambda x: _parted(x, pieces), value)
         return self.batched[family]
+
+
+def _from_behind(x: Tensor) -> Tensor:
+    return x.flip(0)
 
 
 def _parted(x: Tensor, pieces: Pieces) -> Tensor:
