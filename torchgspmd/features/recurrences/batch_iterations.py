@@ -12,6 +12,8 @@ source   ours; affine maps are composed as in Blelloch, Prefix sums and their ap
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,7 +27,7 @@ from ...fx_passes.ir import Op, operands_of
 from ...rules import DECLINED, trace
 from ...rules.ops.pointwise import CONJUGATES
 from .affine_states import AFFINE_STATES, ALGEBRAS
-from .carry_dims import Groups, carry_dims, linear_group, maxima, sums
+from .carry_dims import Groups, carry_dims, joint_shapes, linear_group, maxima, sums
 from .linear_map import MOST_ROWS, LinearMap
 from .move_cut import move_cut
 from .recurrence import Carry, Recurrence, added_op, reading
@@ -115,34 +117,65 @@ class _Batcher:
     def _join(
         self, pending: Collection[fx.Node], remaining: Sequence[Op]
     ) -> dict[fx.Node, fx.Node]:
-        """Stack carries that read each other, so that they are one; return their new values.
+        """Concatenate carries that read each other, so that they are one; return their new values.
 
         Their map is a matrix over them, for each element if no elements are mixed.
         """
-        found = self.found
+        found, best = self.found, (math.inf, self.found, dict[fx.Node, fx.Node]())
         group = min((self._needed(c, pending) for c in found.carries if c in pending), key=len)
         vals = [c.meta["val"] for c in group]
-        if len({(val.shape, val.dtype) for val in vals}) != 1:
-            return {}
+        if len({val.dtype for val in vals}) == 1:
+            for shapes, d in joint_shapes([val.shape for val in vals]):
+                self.found, new, state = self._joined(found, group, shapes, d, pending, remaining)
+                self._note_waits()
+                again, size = self.found.carries[state].again, state.meta["val"].shape
+                dims = carry_dims(self._path(state, again), state, again, sums)
+                rows = math.inf if dims is None else math.prod(size[d] for d in dims.mixed)
+                best = min(best, (rows, self.found, new), key=operator.itemgetter(0))
+        _, self.found, new = best
+        self._note_waits()
+        return new
+
+    def _joined(
+        self,
+        found: Recurrence,
+        group: Sequence[fx.Node],
+        shapes: Sequence[list[int]],
+        d: int,
+        pending: Collection[fx.Node],
+        remaining: Sequence[Op],
+    ) -> tuple[Recurrence, dict[fx.Node, fx.Node], fx.Node]:
+        """Return a recurrence whose state is a concatenation, the old carries' values, the state.
+
+        shapes: the carries' shapes in the state, which they fill along dimension d.
+        """
+        like, vals = group[0], [c.meta["val"] for c in group]
         olds = [found.carries[c] for c in group]
         starts = [old.first or self._full(val, 0) for old, val in zip(olds, vals)]
-        first = self._traced(lambda *xs: torch.stack(xs), *starts)
-        like, agains = group[0], [old.again for old in olds]
-        joined = added_op(self.graph, aten.stack.default, (agains, 0), torch.stack(vals), like)
-        state = joined.node
+        join = lambda *xs: torch.cat([x.reshape(n) for x, n in zip(xs, shapes)], d)  # noqa: E731
+        first = self._traced(join, *starts)
         parts = [
-            added_op(self.graph, aten.select.int, (state, 0, i), val, like)
-            for i, val in enumerate(vals)
+            added_op(self.graph, aten.view.default, (old.again, shape), val.new_empty(shape), like)
+            for old, shape, val in zip(olds, shapes, vals)
         ]
-        again = added_op(self.graph, aten.stack.default, (agains, 0), torch.stack(vals), like)
-        new = {c: part.node for c, part in zip(group, parts)}
+        nodes, val = [op.node for op in parts], join(*vals)
+        again = added_op(self.graph, aten.cat.default, (nodes, d), val, like)
+        state = added_op(self.graph, aten.cat.default, (nodes, d), val, like).node
+        new, ops, start = dict[fx.Node, fx.Node](), list[Op](), 0
+        for c, shape in zip(group, shapes):
+            end = start + shape[d]
+            args = state, d, start, end
+            part = added_op(
+                self.graph, aten.slice.Tensor, args, val.narrow(d, start, shape[d]), like
+            )
+            args, start = (part.node, [*c.meta["val"].shape]), end
+            ops += part, added_op(self.graph, aten.view.default, args, c.meta["val"], like)
+            new[c] = ops[-1].node
         carries = {c: carry for c, carry in found.carries.items() if c in pending and c not in new}
         carries = {c: Carry(first, new.get(v, v)) for c, (first, v) in carries.items()}
         carries[state] = Carry(first, again.node)
-        ops = [reading(op, new) for op in (*remaining, again)]
-        self.found = replace(found, ops=[*parts, *ops], carries=carries, known={})
-        self._note_waits()
-        return new
+        ops += [reading(op, new) for op in (*remaining, *parts, again)]
+        return replace(found, ops=ops, carries=carries, known={}), new, state
 
     def _needed(self, carry: fx.Node, pending: Collection[fx.Node]) -> list[fx.Node]:
         """Return the pending carries that the next ones of a carry follow from, and itself."""

@@ -8,9 +8,10 @@ All rows k follow from all rows: k is mixed. %w and %kT have no v, so that all c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from os.path import commonprefix
 
 from torch import fx
 
@@ -147,3 +148,18 @@ def sums(op: Op) -> Sequence[frozenset[int]]:
 def maxima(op: Op) -> Sequence[frozenset[int]]:
     """Return the groups of operands whose maximum an operation passes on."""
     return () if op.node.kwargs else PASS_MAXIMA.get(op.node.target, ())
+
+
+def joint_shapes(shapes: Sequence[Sequence[int]]) -> Iterator[tuple[list[list[int]], int]]:
+    """Yield ways to concatenate carries: their shapes, and the dimension in which these differ."""
+    largest = max(shapes, key=len)
+    if all(shape == largest for shape in shapes):
+        yield [[1, *shape] for shape in shapes], 0
+        return
+    for d in range(len(largest)):
+        rest = [*largest[:d], *largest[d + 1 :]]
+        wide = [[*s[:d], 1, *s[d:]] if len(s) < len(largest) else [*s] for s in shapes]
+        if all([*s[:d], *s[d + 1 :]] == rest for s in wide):
+            yield wide, d
+    lead = len(commonprefix([[*shape] for shape in shapes]))
+    yield [[*shape[:lead], prod(shape[lead:])] for shape in shapes], lead

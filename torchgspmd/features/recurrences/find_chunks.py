@@ -176,9 +176,7 @@ class Finder:
                 op, _ = self.parts.makers[value]
                 self.columns[value], self.ops[op.node] = column, op
             return [sources]
-        if self._is_carry(value, column) and not self._follows(
-            column[self.at + self.step] or value
-        ):
+        if self._is_carry(value, column) and not self._follows(column[self.count // 2] or value):
             self.carries[value] = column
             again: list[fx.Node | None] = [None] * self.count
             for i in range(self.count):
@@ -356,15 +354,18 @@ class Finder:
         return any(all(self._is_zero(op.operands[i]) for i in g) for g in groups if op)
 
     def _is_carry(self, value: fx.Node, column: Column) -> bool:
-        """Return whether each iteration has a value of the one before in this place."""
-        edge = 0 if self.reverse else 1
+        """Return whether iterations have values of the one before in this place, or of one further.
+
+        A filter of second order reads `y[i - 2]`: it passes on two values.
+        """
+        edge, lags = 0 if self.reverse else 1, set[int]()
         for i, v in enumerate(column):
             if v is None or i == self.begin or self.choose and i == self.second:
                 continue
-            span = self.spans.get(v)
-            if span is None or span[edge] != i - self.step:
+            if (span := self.spans.get(v)) is None:
                 return False
-        return True
+            lags.add((i - span[edge]) * self.step)
+        return len(lags) == 1 and min(lags) >= 1
 
     def _end(self, again: fx.Node | None, i: int) -> fx.Node | None:
         """Return an iteration's next carry, if the program has one that looks like it."""
