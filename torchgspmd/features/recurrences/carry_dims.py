@@ -17,7 +17,7 @@ from torch import fx
 
 from ...fx_passes.ir import Op
 from ...rules.notation import FactorRule
-from ...rules.ops.pointwise import PASS_MAXIMA
+from ...rules.ops.pointwise import named
 
 Piece = tuple[int, int | None]  # a part of a dimension: its size, and the carry's kept dimension
 Tags = list[list[Piece]]  # for each dimension its pieces, major first, without those of one row
@@ -35,6 +35,14 @@ class CarryDims:
     depends: bool = True
 
 
+# Linear in the first operand, a gradient. Their rules do not say so: sums are reduced in front.
+_GRADIENTS = {
+    *named("""
+        elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+        leaky_relu_backward log_sigmoid_backward sigmoid_backward silu_backward softplus_backward
+        tanh_backward threshold_backward
+    """)
+}
 Groups = Callable[[Op], Sequence[frozenset[int]]]  # of operands in which an operation is linear
 
 
@@ -142,12 +150,7 @@ def linear_group(groups: Sequence[frozenset[int]], places: Sequence[int]) -> fro
 
 def sums(op: Op) -> Sequence[frozenset[int]]:
     """Return the groups of operands in which an operation is linear."""
-    return op.rule.linear
-
-
-def maxima(op: Op) -> Sequence[frozenset[int]]:
-    """Return the groups of operands whose maximum an operation passes on."""
-    return () if op.node.kwargs else PASS_MAXIMA.get(op.node.target, ())
+    return (frozenset((0,)),) if op.node.target in _GRADIENTS else op.rule.linear
 
 
 def joint_shapes(shapes: Sequence[Sequence[int]]) -> Iterator[tuple[list[list[int]], int]]:
