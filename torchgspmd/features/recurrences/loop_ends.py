@@ -39,17 +39,27 @@ class End(NamedTuple):
     def count(self) -> int:
         return self.pieces.count if self.pieces else len(self.total) // self.depth
 
-    def columns_by(self, spans: Mapping[fx.Node, tuple[int, int]], edge: int) -> tuple[Column, ...]:
-        """Return the columns. spans: see Parts. edge: of the span, that says the iteration."""
+    def aligned(self, spans: Mapping[fx.Node, tuple[int, int]], edge: int) -> Iterator[End]:
+        """Yield ends with columns. spans: see Parts. edge: of the span, that says the iteration.
+
+        A gradient may have a term behind the last iteration, and none in the first one.
+        """
         if self.pieces:
-            return self.columns
+            yield self
+            return
         rows: dict[int, list[fx.Node]] = {}
         for value in self.total:
             rows.setdefault(spans.get(value, (-1, -1))[edge], []).append(value)
-        numbers = range(self.count)
-        if rows.keys() != {*numbers} or any(len(row) != self.depth for row in rows.values()):
-            return ()
-        return tuple(zip(*(rows[i] for i in numbers)))
+        numbers, sizes = range(self.count), [len(row) for row in rows.values()]
+        if rows.keys() == {*numbers} and {*sizes} == {self.depth}:
+            yield self._replace(columns=tuple(zip(*(rows[i] for i in numbers))))
+        ends = {*numbers} - rows.keys()
+        if len(ends) == self.depth == 1 and ends <= {0, self.count - 1} and max(sizes) == 2:
+            own = max(rows.values(), key=len)
+            for value, other in (own, own[::-1]):
+                first = {i: value if row is own else row[0] for i, row in rows.items()}
+                column = tuple(map(first.get, numbers))
+                yield self._replace(columns=(column,), others=(*self.others, other))
 
 
 def ends_of(work: Work) -> Iterator[End]:

@@ -27,7 +27,7 @@ from ...rules.ops.concat_slice import Pieces
 from .batch_iterations import batch_iterations
 from .find_chunks import Family, Finder, Parts
 from .find_loops import loops_of, value_behind
-from .loop_ends import Column, End, ends_of
+from .loop_ends import End, ends_of
 from .recurrence import Recurrence
 
 
@@ -69,17 +69,25 @@ class _Splitter:
         self.parts[count] = parts
         spans = parts.spans(self.graph, self.ends)
         for reverse in (False, True):
-            columns, guessed = end.columns_by(spans, 0 if reverse else 1), False
-            for guess, choose in ((True, False), (False, False), (True, True)):
-                if not columns or not (guess or guessed):
-                    continue
-                finder = Finder(parts, spans, reverse, end.node, guess, choose)
-                found = finder.find(columns) and self._is_sharded(finder)
-                if found and self._batch(finder, columns, end):
+            for one in end.aligned(spans, 0 if reverse else 1):
+                if self._split_from(one, parts, spans, reverse):
                     return
-                guessed = finder.guessed and not found
 
-    def _batch(self, finder: Finder, columns: Sequence[Column], end: End) -> bool:
+    def _split_from(
+        self, end: End, parts: Parts, spans: dict[fx.Node, tuple[int, int]], reverse: bool
+    ) -> bool:
+        """Compute the parts at once that lead to an end's columns, if that is possible."""
+        guessed = False
+        for guess, choose in ((True, False), (False, False), (True, True)):
+            if guess or guessed:
+                finder = Finder(parts, spans, reverse, end.node, guess, choose)
+                found = finder.find(end.columns) and self._is_sharded(finder)
+                if found and self._batch(finder, end):
+                    return True
+                guessed = finder.guessed and not found
+        return False
+
+    def _batch(self, finder: Finder, end: End) -> bool:
         """Compute all iterations at once; return False if they are no affine recurrence."""
         parts = finder.parts
         with self.graph.inserting_before(end.node):
@@ -92,7 +100,7 @@ class _Splitter:
             new |= {value: new[node] for value, node in chosen.items() if node in new}
             results = [
                 _added(self.graph, lambda x: _joined(x, end.pieces), new[value])
-                for column in columns
+                for column in end.columns
                 if (value := column[finder.at]) is not None
             ]
             first, *others = *results, *end.others
