@@ -194,20 +194,11 @@ class Finder:
             return [tuple(again)]
         made = [self.parts.makers.get(v) if v is not None else None for v in column]
         template = made[self.at]
-        if template is None:
+        if template is None or not may_batch(template[0]):
             return None
-        op, result = template
-        alike = [
-            m is not None
-            and m[0].key == op.key
-            and m[1] == result
-            and m[0].node is not op.node
-            and (not self.choose or self._reads_parts(op, m[0]))
-            for m in made
-        ]
+        op, _ = template
+        alike = [m is not None and self._is_alike(template, m) for m in made]
         alike[self.at] = True
-        if not may_batch(op):
-            return None
         if is_sum(op):
             return self._summands(value, column, op)
         hollow = [*column]
@@ -225,11 +216,14 @@ class Finder:
         rows = [m[0].operands if m and v is not None else none for m, v in zip(made, hollow)]
         return [*zip(*rows)]
 
-    def _reads_parts(self, op: Op, other: Op) -> bool:
-        """Return whether another iteration's operation reads parts where this one reads some."""
-        for value, v in zip(op.operands, other.operands):
-            families = {f for f in self.parts.families.get(value, ()) if f.pieces}
-            if families and families.isdisjoint(self.parts.families.get(v, ())):
+    def _is_alike(self, template: tuple[Op, int], made: tuple[Op, int]) -> bool:
+        """Return whether an operation is the template's, and reads parts where that reads some."""
+        (op, result), (other, number), known = template, made, self.parts.families
+        if other.key != op.key or number != result or other.node is op.node:
+            return False
+        for value, v in zip(op.operands, other.operands if self.choose else ()):
+            families = {f for f in known.get(value, ()) if f.pieces}
+            if families and families.isdisjoint(known.get(v, ())):
                 return self._is_zero(v)
         return True
 
@@ -354,10 +348,7 @@ class Finder:
         return any(all(self._is_zero(op.operands[i]) for i in g) for g in groups if op)
 
     def _is_carry(self, value: fx.Node, column: Column) -> bool:
-        """Return whether iterations have values of the one before in this place, or of one further.
-
-        A filter of second order reads `y[i - 2]`: it passes on two values.
-        """
+        """Return whether each iteration has a value of the one before here, or of one further."""
         edge, lags = 0 if self.reverse else 1, set[int]()
         for i, v in enumerate(column):
             if v is None or i == self.begin or self.choose and i == self.second:
