@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import fx
 
@@ -91,7 +91,7 @@ def _others(
     new: dict[fx.Node, fx.Node],
 ) -> list[Op]:
     """Return operations of the table in an operation's place; none if it stays."""
-    target, args = op.node.target, op.node.args
+    target, args = op.node.target, cast(Any, op.node.args)
     x, val = new.get(op.operands[0], op.operands[0]), op.operands[0].meta["val"]
     if ring.elements == "logs":
         return _log_sum(graph, op, makers, new) if target is aten.add.Tensor else []
@@ -145,7 +145,8 @@ def _log_sum(
         total, (x, less) = ops[1], ops[3].operands
         shape, val = [*less.meta["val"].shape], x.meta["val"]
         shape = [1] * (val.dim() - len(shape)) + shape
-        dims = [d % val.dim() for d in total.node.args[1]] if len(total.node.args) > 1 else []
+        given = cast(Any, total.node.args)
+        dims = [d % val.dim() for d in given[1]] if len(given) > 1 else []
         if not dims or any(shape[d] != 1 for d in dims):
             continue
         if (
@@ -153,7 +154,7 @@ def _log_sum(
             and top.meta["val"].numel() == less.meta["val"].numel()
         ):
             x = new.get(x, x)
-            args = (x, dims, *total.node.args[2:])
+            args = (x, dims, *given[2:])
             node = add_node(graph, "call_function", aten.logsumexp.default, args, {})
             node.meta = {**origin_of(op.node), "val": total.node.meta["val"]}
             made = replace(total, node=node, operands=(x,), results=(node,), key=id(node))

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from ...compat.fx_nodes import drop_unused, inline, origin_of
 from ...fx_passes.expand.undivided import Work
+from ...fx_passes.ir import operands_of
 from ...rules import trace
 from ...rules.algebra_rows import flipped_dim
 from ...rules.custom_ops.loops import LOOP_MARKS, STACK, mark_of
@@ -216,7 +217,9 @@ class _Splitter:
             return False
         for entry, x in found.rows.items():
             is_flip = flipped_dim(x) == 0
-            found.rows[entry] = x.args[0] if is_flip else _added(self.graph, _from_behind, x)
+            found.rows[entry] = (
+                operands_of(x)[0] if is_flip else _added(self.graph, _from_behind, x)
+            )
         found.reverse = not found.reverse
         return True
 
