@@ -6,7 +6,8 @@ h[t] = a[t] h[t-1] + b[t] with a state of [2, 16, 16], as associative_scan, as s
 loop over parts of 64 tokens (gated linear attention). A device needs scale and shift of each other
 device: 2 (n - 1) states, once in the forward and once in the backward. In a gated delta net a[t] is
 a matrix, of the state's size here. The loop over its parts writes into a tensor. RWKV-7 and Mamba-2
-are written token by token, and the moving average's state is [2, 16].
+are written token by token, and the moving average's state is [2, 16]. So are the states of minGRU
+in log space and of a Markov model's forward algorithm, whose map is a matrix.
 """
 
 from __future__ import annotations
@@ -82,6 +83,23 @@ def moving_average(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return y * q * k
 
 
+def forward_algorithm(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    steps = torch.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH).sin().log_softmax(-1)
+    state, results = torch.zeros(2, WIDTH), []
+    for row in k.unbind(1):
+        state = torch.logsumexp(state[:, :, None] + steps, 1) + row
+        results.append(state)
+    return torch.stack(results, 1) * q
+
+
+def log_space(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    state, results = torch.zeros(2, WIDTH), []
+    for row, decay in zip(k.unbind(1), g.unbind(1)):
+        state = torch.logaddexp(decay + state, row)
+        results.append(state)
+    return torch.stack(results, 1) * q * v
+
+
 def by_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     def step(state: Tensor, row: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         q, k, v, g = row
@@ -98,7 +116,8 @@ def by_associative_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return (q[..., None] * states).sum(2)
 
 
-RUNS = by_associative_scan, by_scan, by_parts, delta_net, rwkv7, mamba2, moving_average
+RUNS = (by_associative_scan, by_scan, by_parts, delta_net)
+RUNS += (rwkv7, mamba2, moving_average, forward_algorithm, log_space)
 
 
 class Layer(nn.Module):

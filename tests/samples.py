@@ -18,6 +18,7 @@ from torch import Tensor
 import torchgspmd.features.tables  # noqa: F401 (registers all operations)
 from torchgspmd.compat.operators import AbsentOperator, aten
 from torchgspmd.features.attention.flex_capture import _functions
+from torchgspmd.features.recurrences.affine_states import ALGEBRAS
 
 ours = torch.ops.torchgspmd
 SAMPLES: dict[Any, list[Callable[[], tuple[tuple, dict]]]] = {}
@@ -742,9 +743,9 @@ for _scan in ("cumsum", "cumprod", "logcumsumexp"):
     sample(torch.ops.torchgspmd.suffix_scan.default, real(4, 5, 7), 1, _scan)
 for _reverse in (False, True):
     _states = real(7, 4, 5, 3), real(4, 5, 3), _reverse
-    for _algebra in ("elements", "maxima"):
-        sample(ours.affine_states.default, real(7, 4, 5, 3), *_states, _algebra)
-    sample(ours.affine_states.default, real(7, 4, 5, 5), *_states, "matrices")
+    for _algebra in ALGEBRAS:
+        _scale = real(7, 4, 5, 5 if "matrices" in _algebra else 3)
+        sample(ours.affine_states.default, _scale, *_states, _algebra)
 sample(named("cumsum cumprod logcumsumexp cummax cummin"), real(4, 5, 7), 1)
 sample(ours.carried_gradient.default, real(4, 5, 7), bools(4, 5, 7), 1)
 for _size in (5, 12):

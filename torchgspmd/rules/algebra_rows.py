@@ -87,7 +87,7 @@ def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | Decl
             if x.target is aten.stack.default
             else _read_or_select(node, operands[i], dim, index - borders[i])
         )
-    if _flipped_dim(x) == dim:
+    if flipped_dim(x) == dim:
         return _read_or_select(node, x.args[0], dim, shape[dim] - 1 - index)
     pads = pads_of(x)
     # Rows added or removed along another dimension would change the row itself.
@@ -150,8 +150,8 @@ def _rows_from_behind(node: fx.Node) -> fx.Node | Declined:
 
     So its result is stack([...]), and its gradient a sum of rows among zeros, each flipped.
     """
-    d, root = _flipped_dim(node), node.args[0]
-    if d is not None and _flipped_dim(root) == d:
+    d, root = flipped_dim(node), node.args[0]
+    if d is not None and flipped_dim(root) == d:
         return root.args[0]
     leaves, sums, stack = list[tuple[fx.Node, tuple]](), list[fx.Node](), [root]
     while stack:
@@ -180,7 +180,7 @@ def _keeps_shape(x: fx.Node) -> bool:
     return len(shapes) == 2 and all(shape == x.meta["val"].shape for shape in shapes)
 
 
-def _flipped_dim(x: fx.Node) -> int | None:
+def flipped_dim(x: fx.Node) -> int | None:
     """Return the only dimension that a call flips; None for other calls."""
     if x.target is not aten.flip.default or len(x.args[1]) != 1 or x.meta.get("dynamic"):
         return None

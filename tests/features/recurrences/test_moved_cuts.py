@@ -114,9 +114,10 @@ def test_one_state_is_sent(name: str, given: bool, last: bool, backwards: bool):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_state_of_a_scan_is_sent():
+@pytest.mark.parametrize("backwards", [False, True])
+def test_one_state_of_a_scan_is_sent(backwards: bool):
     torch.manual_seed(0)
-    model = Loop(toward, given=True, last=True, backwards=False, scanned=True)
+    model = Loop(toward, given=True, last=True, backwards=backwards, scanned=True)
     assert sent(model, 32, Mesh(seq=4)) <= most(4, mixed=False)
 
 

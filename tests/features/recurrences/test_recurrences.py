@@ -114,11 +114,15 @@ def test_a_state_that_is_no_affine_function_of_the_one_before():
 
 
 MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda h: h.max(1, keepdim=True).values,  # an operation with several results
     "flip": lambda h: h.flip(-1),
     "roll": lambda h: h.roll(1, 1),
     "index": lambda h: h[:, [1, 2, 0]],
     "transpose": lambda h: h.transpose(0, 1),
     "cumsum": lambda h: h.cumsum(1),
+    "sort": lambda h: h.sort(1).values,
+    "chunk": lambda h: torch.cat(h.tanh().split((1, 2), 1)[::-1], 1),
+    "norm": lambda h: torch.nn.functional.layer_norm(h, (3,)),
     "sum": lambda h: h.sum(1, keepdim=True),
     "affine": lambda h: h - 1,
     "product": lambda h: h * h,

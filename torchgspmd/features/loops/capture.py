@@ -57,13 +57,17 @@ def _scan(
     xs: Sequence[Tensor],
     additional_inputs: Sequence[object] = (),
     **_: object,
-) -> tuple[Tensor, ...]:
+) -> Any:
+    trees = []
+
     def body(*inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        result = _as_tuple(combine_fn(*inputs, *additional_inputs))
-        return result[: len(init)], result[len(init) :]
+        leaves, tree = pytree.tree_flatten(combine_fn(*inputs, *additional_inputs))
+        trees.append(tree)
+        return leaves[: len(init)], leaves[len(init) :]
 
     carry, rows = run_loop(body, init, xs, len(xs[0]))
-    return (*carry, *rows)
+    # The body runs once to be recorded and once to be traced, with equal trees.
+    return pytree.tree_unflatten([*carry, *rows], trees[-1])
 
 
 @_body("map_impl")
@@ -81,7 +85,6 @@ def _map(
         return (), leaves
 
     _, rows = run_loop(body, (), xs, len(xs[0]))
-    # The body runs once to be recorded and once to be traced, with equal trees.
     return pytree.tree_unflatten(rows, trees[-1])
 
 

@@ -4,6 +4,8 @@
     state[0] = first;  state[i + 1] = scale[i] @ state[i] + shift[i]      scale[i]: matrices
     state[0] = first;  state[i + 1] = max(scale[i] + state[i], shift[i])  running maxima that decay
 
+Minima and sums of exponentials (logaddexp) have such states, too, and matrices over them.
+
 Along sharded steps each device begins with zeros, and multiplies its scales. These two of each
 device are gathered, and give the state before its steps: two states a device, whatever the length.
 """
@@ -33,11 +35,28 @@ class Algebra(NamedTuple):
     zero: float
 
 
+def _added(total: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the product of matrices over an algebra whose product is a sum."""
+    return lambda x, y: total(x.unsqueeze(-1) + y.unsqueeze(-3), -2)
+
+
 ALGEBRAS = {
     "elements": Algebra(torch.mul, torch.add, 1.0, 0.0),
     "matrices": Algebra(torch.matmul, torch.add, 1.0, 0.0),
     "maxima": Algebra(torch.add, torch.maximum, 0.0, -math.inf),
+    "minima": Algebra(torch.add, torch.minimum, 0.0, math.inf),
+    "logs": Algebra(torch.add, torch.logaddexp, 0.0, -math.inf),
+    "matrices of maxima": Algebra(_added(torch.amax), torch.maximum, 0.0, -math.inf),
+    "matrices of minima": Algebra(_added(torch.amin), torch.minimum, 0.0, math.inf),
+    "matrices of logs": Algebra(_added(torch.logsumexp), torch.logaddexp, 0.0, -math.inf),
 }
+
+
+def identity(rows: int, columns: int, algebra: str, like: Tensor) -> Tensor:
+    """Return a matrix with ones on its diagonal and zeros elsewhere. like: has its dtype."""
+    *_, one, zero = ALGEBRAS[algebra]
+    eye = torch.eye(rows, columns, dtype=like.dtype, device=like.device)
+    return eye if zero == 0 else torch.full_like(eye, zero).masked_fill(eye > 0, one)
 
 
 @custom_op("affine_states")
@@ -76,9 +95,9 @@ AFFINE_STATES = affine_states._opoverload
 def _rule(call: Call) -> FactorRule:
     names = factors("d", call.tensors[2].dim())
     rows, matrix, fixed = ["n", *names], [*names], ["n"]
-    if call.args[4] == "matrices":
+    if call.args[4].startswith("matrices"):
         matrix, fixed = [*names[:-1], "j"], ["n", *names[-2:-1], "j"]
-    linear = [] if call.args[4] == "maxima" else [[1, 2]]
+    linear = [[1, 2]] if call.args[4] in ("elements", "matrices") else []
     return call.rule(
         [["n", *matrix], rows, names], [rows], replicated=fixed, split=Split(), linear=linear
     )
@@ -107,8 +126,8 @@ def _by_blocks(
     # Steps that are added change no state.
     pads = [0, 0] * first.dim() + [0, size * shards - steps]
     shift, padded = F.pad(shift, pads, value=zero), F.pad(scale, pads, value=one)
-    if algebra == "matrices":
-        eye = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
+    if algebra.startswith("matrices"):
+        eye = identity(scale.shape[-1], scale.shape[-1], algebra, scale)
         same = eye.expand(shards, *scale.shape[1:])
         place = torch.arange(size * shards, device=scale.device)
         padded = torch.where(place.reshape(-1, *[1] * first.dim()) < steps, padded, eye)

@@ -12,6 +12,8 @@ source   ours; affine maps are composed as in Blelloch, Prefix sums and their ap
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,10 +27,11 @@ from ...fx_passes.ir import Op, operands_of
 from ...rules import DECLINED, trace
 from ...rules.ops.pointwise import CONJUGATES
 from .affine_states import AFFINE_STATES, ALGEBRAS
-from .carry_dims import Groups, carry_dims, linear_group, maxima, sums
-from .linear_map import MOST_ROWS, LinearMap
+from .carry_dims import carry_dims, joint_shapes, linear_group, sums
+from .linear_map import LinearMap
 from .move_cut import move_cut
 from .recurrence import Carry, Recurrence, added_op, reading
+from .semirings import SEMIRINGS, SUMS, Semiring, normal_form
 
 Value = tuple[fx.Node, bool]  # a new value, and whether it has the iterations' dimension
 
@@ -115,34 +118,65 @@ class _Batcher:
     def _join(
         self, pending: Collection[fx.Node], remaining: Sequence[Op]
     ) -> dict[fx.Node, fx.Node]:
-        """Stack carries that read each other, so that they are one; return their new values.
+        """Concatenate carries that read each other, so that they are one; return their new values.
 
         Their map is a matrix over them, for each element if no elements are mixed.
         """
-        found = self.found
+        found, best = self.found, (math.inf, self.found, dict[fx.Node, fx.Node]())
         group = min((self._needed(c, pending) for c in found.carries if c in pending), key=len)
         vals = [c.meta["val"] for c in group]
-        if len({(val.shape, val.dtype) for val in vals}) != 1:
-            return {}
+        if len({val.dtype for val in vals}) == 1:
+            for shapes, d in joint_shapes([val.shape for val in vals]):
+                self.found, new, state = self._joined(found, group, shapes, d, pending, remaining)
+                self._note_waits()
+                again, size = self.found.carries[state].again, state.meta["val"].shape
+                dims = carry_dims(self._path(state, again), state, again, sums)
+                rows = math.inf if dims is None else math.prod(size[d] for d in dims.mixed)
+                best = min(best, (rows, self.found, new), key=operator.itemgetter(0))
+        _, self.found, new = best
+        self._note_waits()
+        return new
+
+    def _joined(
+        self,
+        found: Recurrence,
+        group: Sequence[fx.Node],
+        shapes: Sequence[list[int]],
+        d: int,
+        pending: Collection[fx.Node],
+        remaining: Sequence[Op],
+    ) -> tuple[Recurrence, dict[fx.Node, fx.Node], fx.Node]:
+        """Return a recurrence whose state is a concatenation, the old carries' values, the state.
+
+        shapes: the carries' shapes in the state, which they fill along dimension d.
+        """
+        like, vals = group[0], [c.meta["val"] for c in group]
         olds = [found.carries[c] for c in group]
         starts = [old.first or self._full(val, 0) for old, val in zip(olds, vals)]
-        first = self._traced(lambda *xs: torch.stack(xs), *starts)
-        like, agains = group[0], [old.again for old in olds]
-        joined = added_op(self.graph, aten.stack.default, (agains, 0), torch.stack(vals), like)
-        state = joined.node
+        join = lambda *xs: torch.cat([x.reshape(n) for x, n in zip(xs, shapes)], d)  # noqa: E731
+        first = self._traced(join, *starts)
         parts = [
-            added_op(self.graph, aten.select.int, (state, 0, i), val, like)
-            for i, val in enumerate(vals)
+            added_op(self.graph, aten.view.default, (old.again, shape), val.new_empty(shape), like)
+            for old, shape, val in zip(olds, shapes, vals)
         ]
-        again = added_op(self.graph, aten.stack.default, (agains, 0), torch.stack(vals), like)
-        new = {c: part.node for c, part in zip(group, parts)}
+        nodes, val = [op.node for op in parts], join(*vals)
+        again = added_op(self.graph, aten.cat.default, (nodes, d), val, like)
+        state = added_op(self.graph, aten.cat.default, (nodes, d), val, like).node
+        new, ops, start = dict[fx.Node, fx.Node](), list[Op](), 0
+        for c, shape in zip(group, shapes):
+            end = start + shape[d]
+            args = state, d, start, end
+            part = added_op(
+                self.graph, aten.slice.Tensor, args, val.narrow(d, start, shape[d]), like
+            )
+            args, start = (part.node, [*c.meta["val"].shape]), end
+            ops += part, added_op(self.graph, aten.view.default, args, c.meta["val"], like)
+            new[c] = ops[-1].node
         carries = {c: carry for c, carry in found.carries.items() if c in pending and c not in new}
         carries = {c: Carry(first, new.get(v, v)) for c, (first, v) in carries.items()}
         carries[state] = Carry(first, again.node)
-        ops = [reading(op, new) for op in (*remaining, again)]
-        self.found = replace(found, ops=[*parts, *ops], carries=carries, known={})
-        self._note_waits()
-        return new
+        ops += [reading(op, new) for op in (*remaining, *parts, again)]
+        return replace(found, ops=ops, carries=carries, known={}), new, state
 
     def _needed(self, carry: fx.Node, pending: Collection[fx.Node]) -> list[fx.Node]:
         """Return the pending carries that the next ones of a carry follow from, and itself."""
@@ -204,45 +238,43 @@ class _Batcher:
         if after.shape != val.shape or after.dtype != val.dtype or not _is_over(path, val.dtype):
             return False
         first = self._full(val, 0) if first is None else first
-        dims = carry_dims(path, carry, again, sums)
-        if dims is not None and dims.mixed:
-            shift = self._shift(path, carry, again, sums, 0.0)
-            map_ = LinearMap(path, carry, again, dims, val)
-            states = shift and self._add_mixed(map_, shift, first)
-        elif dims is not None:
-            states = self._add_elements(path, carry, first, sums, "elements")
-        else:
-            dims = carry_dims(path, carry, again, maxima)
-            if dims is None or dims.mixed or not dims.depends:
-                return False
-            states = self._add_elements(path, carry, first, maxima, "maxima")
-        if states is None:
-            return False
-        self.new[carry] = states, True
-        return True
+        for ring in SEMIRINGS:
+            way, end = normal_form(self.graph, ring, path, again)
+            dims = carry_dims(way, carry, end, ring.groups)
+            if dims is None or not (dims.depends or ring is SUMS):
+                continue
+            if dims.mixed:
+                map_ = LinearMap(way, carry, end, dims, val, ring)
+                states = self._add_mixed(map_, first)
+            else:
+                states = self._add_elements(way, carry, end, first, ring)
+            if states is not None:
+                self.new[carry] = states, True
+                return True
+        return False
 
     def _shift(
-        self, path: Sequence[Op], carry: fx.Node, again: fx.Node, groups: Groups, zero: float
+        self, path: Sequence[Op], carry: fx.Node, again: fx.Node, ring: Semiring
     ) -> fx.Node | None:
         """Add what a map makes of zeros; None if an operation cannot be batched."""
-        shift = self._along(path, {carry: None}, groups, zero, True).get(again, self.operand(again))
+        shift = self._along(path, {carry: None}, ring, True).get(again, self.operand(again))
         if shift is _FAILED:
             return None
+        zero = ALGEBRAS[ring.elements].zero
         return self.widened(shift or (self._full(again.meta["val"], zero), False))
 
     def _add_elements(
-        self, path: Sequence[Op], carry: fx.Node, first: fx.Node, groups: Groups, algebra: str
+        self, path: Sequence[Op], carry: fx.Node, again: fx.Node, first: fx.Node, ring: Semiring
     ) -> fx.Node | None:
         """Add the states of a carry whose elements each have a map of their own."""
-        again, (*_, one, zero) = self.found.carries[carry].again, ALGEBRAS[algebra]
-        val = again.meta["val"]
+        val, (*_, one, zero) = again.meta["val"], ALGEBRAS[ring.elements]
         start = {carry: (self._full(val, one), False)}
-        scale = self._along(path, start, groups, zero, False).get(again)
-        shift = self._shift(path, carry, again, groups, zero)
+        scale = self._along(path, start, ring, False).get(again)
+        shift = self._shift(path, carry, again, ring)
         if scale is _FAILED or shift is None:
             return None
         scale = self.widened(scale or (self._full(val, zero), False))
-        return self._states(scale, shift, first, algebra)
+        return self._states(scale, shift, first, ring.elements)
 
     def _states(self, scale: fx.Node, shift: fx.Node, first: fx.Node, algebra: str) -> fx.Node:
         args = (scale, shift, first, self.found.reverse, algebra)
@@ -250,9 +282,10 @@ class _Batcher:
         states.meta = {**self.origin, "val": shift.meta["val"]}
         return states
 
-    def _add_mixed(self, map_: LinearMap, shift: fx.Node, first: fx.Node) -> fx.Node | None:
+    def _add_mixed(self, map_: LinearMap, first: fx.Node) -> fx.Node | None:
         """Add the states of a carry whose dimensions are mixed; None if torch.vmap has no rule."""
-        if map_.rows > MOST_ROWS:
+        shift = self._shift(map_.path, map_.carry, map_.again, map_.ring)
+        if shift is None or map_.rows > map_.ring.most_rows:
             return None
         others = [self.operand(v) for v in map_.others]
         nodes = [node for node, _ in others]
@@ -264,7 +297,7 @@ class _Batcher:
         added, start = (self._traced(map_.as_columns, x) for x in (shift, first))
         if added is None or start is None:
             return None
-        return self._traced(map_.as_carry, self._states(scale, added, start, "matrices"))
+        return self._traced(map_.as_carry, self._states(scale, added, start, map_.ring.matrices))
 
     def _traced(self, function: Callable[..., Tensor], *values: fx.Node) -> fx.Node | None:
         """Add what a function computes; None if it cannot be traced."""
@@ -278,18 +311,17 @@ class _Batcher:
         self,
         path: Sequence[Op],
         start: Mapping[fx.Node, Value | None],
-        groups: Groups,
-        zero: float,
+        ring: Semiring,
         with_others: bool,
     ) -> dict[fx.Node, Value | None]:
         """Add a path's operations from a carry's value on. None stands for zeros.
 
         with_others: whether terms that do not depend on the carry count; they are zeros otherwise.
         """
-        known = dict(start)
+        known, zero = dict(start), ALGEBRAS[ring.elements].zero
         for op in path:
             places = [i for i, v in enumerate(op.operands) if v in known]
-            group = linear_group(groups(op), places)
+            group = linear_group(ring.groups(op), places)
             assert group is not None, "carry_dims has checked it"
             terms = [
                 known[v]
@@ -308,7 +340,8 @@ class _Batcher:
         """Return the operations that lead from a carry to the next one, in order."""
         needed, path = {again}, []
         for op in reversed(self.found.ops):
-            if needed & {*op.results} and carry in self._waits(op.node):
+            results = needed.intersection(op.results)
+            if any(carry in self._waits(v) for v in results):
                 path.append(op)
                 needed |= {*op.operands}
         return path[::-1]

@@ -8,15 +8,16 @@ All rows k follow from all rows: k is mixed. %w and %kT have no v, so that all c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from os.path import commonprefix
 
 from torch import fx
 
 from ...fx_passes.ir import Op
 from ...rules.notation import FactorRule
-from ...rules.ops.pointwise import PASS_MAXIMA
+from ...rules.ops.pointwise import named
 
 Piece = tuple[int, int | None]  # a part of a dimension: its size, and the carry's kept dimension
 Tags = list[list[Piece]]  # for each dimension its pieces, major first, without those of one row
@@ -34,6 +35,14 @@ class CarryDims:
     depends: bool = True
 
 
+# Linear in the first operand, a gradient. Their rules do not say so: sums are reduced in front.
+_GRADIENTS = {
+    *named("""
+        elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+        leaky_relu_backward log_sigmoid_backward sigmoid_backward silu_backward softplus_backward
+        tanh_backward threshold_backward
+    """)
+}
 Groups = Callable[[Op], Sequence[frozenset[int]]]  # of operands in which an operation is linear
 
 
@@ -141,9 +150,19 @@ def linear_group(groups: Sequence[frozenset[int]], places: Sequence[int]) -> fro
 
 def sums(op: Op) -> Sequence[frozenset[int]]:
     """Return the groups of operands in which an operation is linear."""
-    return op.rule.linear
+    return (frozenset((0,)),) if op.node.target in _GRADIENTS else op.rule.linear
 
 
-def maxima(op: Op) -> Sequence[frozenset[int]]:
-    """Return the groups of operands whose maximum an operation passes on."""
-    return () if op.node.kwargs else PASS_MAXIMA.get(op.node.target, ())
+def joint_shapes(shapes: Sequence[Sequence[int]]) -> Iterator[tuple[list[list[int]], int]]:
+    """Yield ways to concatenate carries: their shapes, and the dimension in which these differ."""
+    largest = max(shapes, key=len)
+    if all(shape == largest for shape in shapes):
+        yield [[1, *shape] for shape in shapes], 0
+        return
+    for d in range(len(largest)):
+        rest = [*largest[:d], *largest[d + 1 :]]
+        wide = [[*s[:d], 1, *s[d:]] if len(s) < len(largest) else [*s] for s in shapes]
+        if all([*s[:d], *s[d + 1 :]] == rest for s in wide):
+            yield wide, d
+    lead = len(commonprefix([[*shape] for shape in shapes]))
+    yield [[*shape[:lead], prod(shape[lead:])] for shape in shapes], lead

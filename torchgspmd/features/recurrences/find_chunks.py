@@ -176,9 +176,7 @@ class Finder:
                 op, _ = self.parts.makers[value]
                 self.columns[value], self.ops[op.node] = column, op
             return [sources]
-        if self._is_carry(value, column) and not self._follows(
-            column[self.at + self.step] or value
-        ):
+        if self._is_carry(value, column) and not self._follows(column[self.count // 2] or value):
             self.carries[value] = column
             again: list[fx.Node | None] = [None] * self.count
             for i in range(self.count):
@@ -196,16 +194,11 @@ class Finder:
             return [tuple(again)]
         made = [self.parts.makers.get(v) if v is not None else None for v in column]
         template = made[self.at]
-        if template is None:
+        if template is None or not may_batch(template[0]):
             return None
-        op, result = template
-        alike = [
-            m is not None and m[0].key == op.key and m[1] == result and m[0].node is not op.node
-            for m in made
-        ]
+        op, _ = template
+        alike = [m is not None and self._is_alike(template, m) for m in made]
         alike[self.at] = True
-        if not may_batch(op):
-            return None
         if is_sum(op):
             return self._summands(value, column, op)
         hollow = [*column]
@@ -222,6 +215,17 @@ class Finder:
         none = (None,) * len(op.operands)
         rows = [m[0].operands if m and v is not None else none for m, v in zip(made, hollow)]
         return [*zip(*rows)]
+
+    def _is_alike(self, template: tuple[Op, int], made: tuple[Op, int]) -> bool:
+        """Return whether an operation is the template's, and reads parts where that reads some."""
+        (op, result), (other, number), known = template, made, self.parts.families
+        if other.key != op.key or number != result or other.node is op.node:
+            return False
+        for value, v in zip(op.operands, other.operands if self.choose else ()):
+            families = {f for f in known.get(value, ()) if f.pieces}
+            if families and families.isdisjoint(known.get(v, ())):
+                return self._is_zero(v)
+        return True
 
     def _chooses(self, value: fx.Node, i: int, v: fx.Node | None) -> bool:
         """Note that an iteration at an end has another value; False if that is not asked for."""
@@ -344,15 +348,15 @@ class Finder:
         return any(all(self._is_zero(op.operands[i]) for i in g) for g in groups if op)
 
     def _is_carry(self, value: fx.Node, column: Column) -> bool:
-        """Return whether each iteration has a value of the one before in this place."""
-        edge = 0 if self.reverse else 1
+        """Return whether each iteration has a value of the one before here, or of one further."""
+        edge, lags = 0 if self.reverse else 1, set[int]()
         for i, v in enumerate(column):
             if v is None or i == self.begin or self.choose and i == self.second:
                 continue
-            span = self.spans.get(v)
-            if span is None or span[edge] != i - self.step:
+            if (span := self.spans.get(v)) is None:
                 return False
-        return True
+            lags.add((i - span[edge]) * self.step)
+        return len(lags) == 1 and min(lags) >= 1
 
     def _end(self, again: fx.Node | None, i: int) -> fx.Node | None:
         """Return an iteration's next carry, if the program has one that looks like it."""

@@ -19,18 +19,25 @@ from torch import Tensor, fx
 
 from ...compat.private_apis import _pytree as pytree
 from ...fx_passes.ir import Op
+from .affine_states import ALGEBRAS, identity
 from .carry_dims import CarryDims, linear_group
-
-MOST_ROWS = 256  # Products of matrices take the cube of these for each iteration.
+from .semirings import Semiring
 
 
 class LinearMap:
     """The map along a path of operations. like: a value with the carry's shape."""
 
     def __init__(
-        self, path: Sequence[Op], carry: fx.Node, again: fx.Node, dims: CarryDims, like: Tensor
+        self,
+        path: Sequence[Op],
+        carry: fx.Node,
+        again: fx.Node,
+        dims: CarryDims,
+        like: Tensor,
+        ring: Semiring,
     ) -> None:
         self.path, self.carry, self.again, self.like = path, carry, again, like
+        self.ring = ring
         alike = {*dims.mixed, *dims.uniform}
         self.each = [d for d in range(like.dim()) if d not in alike]
         self.order = [*self.each, *dims.mixed, *dims.uniform]
@@ -44,7 +51,7 @@ class LinearMap:
         known, result = {self.carry}, dict[fx.Node, None]()
         for op in self.path:
             group = linear_group(
-                op.rule.linear, [i for i, v in enumerate(op.operands) if v in known]
+                self.ring.groups(op), [i for i, v in enumerate(op.operands) if v in known]
             )
             known.add(op.node)
             for i, v in enumerate(op.operands):
@@ -58,11 +65,13 @@ class LinearMap:
         known = {self.carry: x}
         for op in self.path:
             group = (
-                linear_group(op.rule.linear, [i for i, v in enumerate(op.operands) if v in known])
+                linear_group(
+                    self.ring.groups(op), [i for i, v in enumerate(op.operands) if v in known]
+                )
                 or ()
             )
             tensors = [
-                known[v] if v in known else values[v] if i not in group else _zeros_like(v)
+                known[v] if v in known else values[v] if i not in group else self._zeros_like(v)
                 for i, v in enumerate(op.operands)
             ]
             known[op.node] = call(op, tensors)
@@ -95,15 +104,17 @@ class LinearMap:
     def _identity(self) -> Tensor:
         """Return [times, *carry]: the identity's columns in the places of uniform dimensions."""
         times = -(-self.rows // self.columns)
-        eye = torch.eye(
-            self.rows, times * self.columns, dtype=self.like.dtype, device=self.like.device
-        )
+        eye = identity(self.rows, times * self.columns, self.ring.matrices, self.like)
         eye = eye.reshape(*self.mixed, times, *self.uniform).movedim(len(self.mixed), 0)
         sizes = [self.like.shape[d] for d in self.each]
         full = eye.reshape(times, *[1] * len(sizes), *eye.shape[1:])
         full = full.expand(times, *sizes, *eye.shape[1:])
         back = [self.order.index(d) for d in range(len(self.order))]
         return full.permute(0, *(1 + d for d in back))
+
+    def _zeros_like(self, value: fx.Node) -> Tensor:
+        val, zero = value.meta["val"], ALGEBRAS[self.ring.elements].zero
+        return torch.full(val.shape, zero, dtype=val.dtype, device=val.device)
 
     def as_columns(self, x: Tensor) -> Tensor:
         """Return carries [..., *carry] as [..., each..., rows, columns]."""
@@ -127,8 +138,3 @@ def call(op: Op, tensors: Sequence[Tensor]) -> Tensor:
     leaves = [next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(leaves, tree)
     return op.node.target(*args, **kwargs)  # pyright: ignore
-
-
-def _zeros_like(value: fx.Node) -> Tensor:
-    val = value.meta["val"]
-    return torch.zeros(val.shape, dtype=val.dtype, device=val.device)

@@ -39,17 +39,27 @@ class End(NamedTuple):
     def count(self) -> int:
         return self.pieces.count if self.pieces else len(self.total) // self.depth
 
-    def columns_by(self, spans: Mapping[fx.Node, tuple[int, int]], edge: int) -> tuple[Column, ...]:
-        """Return the columns. spans: see Parts. edge: of the span, that says the iteration."""
+    def aligned(self, spans: Mapping[fx.Node, tuple[int, int]], edge: int) -> Iterator[End]:
+        """Yield ends with columns. spans: see Parts. edge: of the span, that says the iteration.
+
+        A gradient may have a term behind the last iteration, and none in the first one.
+        """
         if self.pieces:
-            return self.columns
+            yield self
+            return
         rows: dict[int, list[fx.Node]] = {}
         for value in self.total:
             rows.setdefault(spans.get(value, (-1, -1))[edge], []).append(value)
-        numbers = range(self.count)
-        if rows.keys() != {*numbers} or any(len(row) != self.depth for row in rows.values()):
-            return ()
-        return tuple(zip(*(rows[i] for i in numbers)))
+        numbers, sizes = range(self.count), [len(row) for row in rows.values()]
+        if rows.keys() == {*numbers} and {*sizes} == {self.depth}:
+            yield self._replace(columns=tuple(zip(*(rows[i] for i in numbers))))
+        ends = {*numbers} - rows.keys()
+        if len(ends) == self.depth == 1 and ends <= {0, self.count - 1} and max(sizes) == 2:
+            own = max(rows.values(), key=len)
+            for value, other in (own, own[::-1]):
+                first = {i: value if row is own else row[0] for i, row in rows.items()}
+                column = tuple(map(first.get, numbers))
+                yield self._replace(columns=(column,), others=(*self.others, other))
 
 
 def ends_of(work: Work) -> Iterator[End]:
@@ -101,14 +111,28 @@ def _end_by_sum(op: Op, ops: dict[fx.Node, Op]) -> Iterator[End]:
         yield from _totals(op.node, others, ops)
     terms = {pieces: [v for row in rows.values() for v in row] for pieces, rows in placed.items()}
     for pieces, rows in placed.items():
-        depth, last = len(next(iter(rows.values()))), pieces.count - 1
+        last = pieces.count - 1
         if last + 1 < FEWEST_PARTS or not {*range(1, last)} <= rows.keys():
             continue
-        if all(len(row) == depth for row in rows.values()):
-            rows = {i: [ops[v].operands[0] for v in row] for i, row in rows.items()}
-            columns = zip(*(rows.get(i, [None] * depth) for i in range(last + 1)))
+        sources = {i: [ops[v].operands[0] for v in row] for i, row in rows.items()}
+        aligned = [_aligned(sources.get(i, []), sources[1], ops) for i in range(last + 1)]
+        if all(row and (i in (0, last) or None not in row) for i, row in enumerate(aligned)):
             rest = [v for other, values in terms.items() if other != pieces for v in values]
-            yield End(op.node, pieces, tuple(columns), (*others, *rest))
+            yield End(op.node, pieces, tuple(zip(*aligned)), (*others, *rest))
+
+
+def _aligned(
+    row: list[fx.Node], like: list[fx.Node], ops: Mapping[fx.Node, Op]
+) -> list[fx.Node | None]:
+    """Return an iteration's summands in the order of another one; none if it has more of them."""
+    if len(row) == len(like):
+        return [*row]
+    rest, result = [*row], list[fx.Node | None]()
+    for value in like:
+        keys = [ops[v].key if v in ops else None for v in rest]
+        key = ops[value].key if value in ops else None
+        result.append(rest.pop(keys.index(key)) if key in keys else None)
+    return [] if rest else result
 
 
 def _totals(node: fx.Node, terms: list[fx.Node], ops: dict[fx.Node, Op]) -> Iterator[End]:

@@ -13,20 +13,22 @@ source   ours; batch_iterations.py has the algorithm's
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import drop_unused, inline, origin_of
 from ...fx_passes.expand.undivided import Work
+from ...fx_passes.ir import operands_of
 from ...rules import trace
-from ...rules.custom_ops.loops import LOOP_MARKS, mark_of
+from ...rules.algebra_rows import flipped_dim
+from ...rules.custom_ops.loops import LOOP_MARKS, STACK, mark_of
 from ...rules.ops.concat_slice import Pieces
 from .batch_iterations import batch_iterations
 from .find_chunks import Family, Finder, Parts
 from .find_loops import loops_of, value_behind
-from .loop_ends import Column, End, ends_of
+from .loop_ends import End, ends_of
 from .recurrence import Recurrence
 
 
@@ -68,17 +70,25 @@ class _Splitter:
         self.parts[count] = parts
         spans = parts.spans(self.graph, self.ends)
         for reverse in (False, True):
-            columns, guessed = end.columns_by(spans, 0 if reverse else 1), False
-            for guess, choose in ((True, False), (False, False), (True, True)):
-                if not columns or not (guess or guessed):
-                    continue
-                finder = Finder(parts, spans, reverse, end.node, guess, choose)
-                found = finder.find(columns) and self._is_sharded(finder)
-                if found and self._batch(finder, columns, end):
+            for one in end.aligned(spans, 0 if reverse else 1):
+                if self._split_from(one, parts, spans, reverse):
                     return
-                guessed = finder.guessed and not found
 
-    def _batch(self, finder: Finder, columns: Sequence[Column], end: End) -> bool:
+    def _split_from(
+        self, end: End, parts: Parts, spans: dict[fx.Node, tuple[int, int]], reverse: bool
+    ) -> bool:
+        """Compute the parts at once that lead to an end's columns, if that is possible."""
+        guessed = False
+        for guess, choose in ((True, False), (False, False), (True, True)):
+            if guess or guessed:
+                finder = Finder(parts, spans, reverse, end.node, guess, choose)
+                found = finder.find(end.columns) and self._is_sharded(finder)
+                if found and self._batch(finder, end):
+                    return True
+                guessed = finder.guessed and not found
+        return False
+
+    def _batch(self, finder: Finder, end: End) -> bool:
         """Compute all iterations at once; return False if they are no affine recurrence."""
         parts = finder.parts
         with self.graph.inserting_before(end.node):
@@ -91,7 +101,7 @@ class _Splitter:
             new |= {value: new[node] for value, node in chosen.items() if node in new}
             results = [
                 _added(self.graph, lambda x: _joined(x, end.pieces), new[value])
-                for column in columns
+                for column in end.columns
                 if (value := column[finder.at]) is not None
             ]
             first, *others = *results, *end.others
@@ -165,6 +175,7 @@ class _Splitter:
     def split_loops(self) -> None:
         """Compute the iterations of loops at once, if the rows of one of them are sharded."""
         loops, specs = [*loops_of(self.work)], self.work.layouts.spec
+        turned = set[fx.Node]()
         lengths = {
             loop.found.count
             for loop in loops
@@ -173,34 +184,60 @@ class _Splitter:
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for loop in loops:
             found, last = loop.found, loop.exits[-1]
-            end_at = found.count - 1 - found.begin
             users = [u for end in loop.exits for u in end.users if u not in loop.exits]
             early = any(order.get(user, 0) < order[last] for user in users)
             if found.count not in lengths or not found.rows or early:
                 continue
             with self.graph.inserting_before(last):
+                is_turned = self._turn(found, turned)
                 new = batch_iterations(self.graph, found)
                 if new is None:
                     continue
+                end_at = found.count - 1 - found.begin
                 for end in loop.exits:
                     value = mark_of(end).value
-                    self.results[end] = _added(
+                    result = _added(
                         self.graph,
                         lambda x, e=end, i=end_at: value_behind(e, x, i),
                         new.get(value) or self._repeated(value, found.count),
                     )
+                    if is_turned and end.target is STACK:
+                        result = _added(self.graph, _from_behind, result)
+                        turned.add(end)
+                    self.results[end] = result
             self.exits += loop.exits
+
+    def _turn(self, found: Recurrence, turned: Collection[fx.Node]) -> bool:
+        """Let a loop over flipped rows, as scan with `reverse` is, begin with the last row.
+
+        turned: results of such loops, which are flipped. Returns whether most rows are.
+        """
+        flipped = [x for x in found.rows.values() if flipped_dim(x) == 0 or x in turned]
+        if 2 * len(flipped) <= len(found.rows):
+            return False
+        for entry, x in found.rows.items():
+            is_flip = flipped_dim(x) == 0
+            found.rows[entry] = (
+                operands_of(x)[0] if is_flip else _added(self.graph, _from_behind, x)
+            )
+        found.reverse = not found.reverse
+        return True
 
     def _repeated(self, value: fx.Node, count: int) -> fx.Node:
         """Add the rows of a value that is the same in all iterations."""
         return _added(self.graph, lambda x: x.expand(count, *x.shape), value)
 
     def _is_sharded(self, finder: Finder) -> bool:
-        """Return whether parts lie on several devices, and iterations depend on earlier ones."""
-        specs = self.work.layouts.spec
-        return any(
-            pieces is None or bool(specs[value].dims[pieces.dim]) and bool(finder.carries)
-            for value, pieces in finder.rows.values()
+        """Return whether parts lie on several devices, and iterations depend on earlier ones.
+
+        A loop's gradients may lie in another way, so that parts of another value count, too.
+        """
+        specs, rows = self.work.layouts.spec, finder.rows.values()
+        if any(pieces is None for _, pieces in rows):
+            return True
+        all_families = {f for families in finder.parts.families.values() for f in families}
+        return bool(rows and finder.carries) and any(
+            pieces is None or bool(specs[value].dims[pieces.dim]) for value, pieces in all_families
         )
 
     def _rows(self, family: Family) -> fx.Node:
@@ -211,6 +248,10 @@ class _Splitter:
         if family not in self.batched:
             self.batched[family] = _added(self.graph, lambda x: _parted(x, pieces), value)
         return self.batched[family]
+
+
+def _from_behind(x: Tensor) -> Tensor:
+    return x.flip(0)
 
 
 def _parted(x: Tensor, pieces: Pieces) -> Tensor:

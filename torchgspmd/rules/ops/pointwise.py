@@ -49,16 +49,6 @@ def pointwise_rule(
     )
 
 
-# Groups of operands whose maximum an operation passes on: f(max(x, y)) = max(f(x), f(y)).
-PASS_MAXIMA: dict[Any, tuple[frozenset[int], ...]] = {
-    aten.maximum.default: (frozenset((0, 1)),),
-    aten.add.Tensor: (frozenset((0,)), frozenset((1,))),
-    aten.sub.Tensor: (frozenset((0,)),),
-    **dict.fromkeys((aten.view.default, aten.reshape.default), (frozenset((0,)),)),
-    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dims), (frozenset((0,)),)),
-    **dict.fromkeys((aten.clone.default, aten.permute.default), (frozenset((0,)),)),
-}
-
 CONJUGATES = {aten._conj.default, aten._conj_physical.default, aten.conj_physical.default}
 
 
