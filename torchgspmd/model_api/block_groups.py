@@ -10,7 +10,7 @@ program. A place's row of a weight is [...] outside of the loop, and [groups, ..
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
@@ -19,18 +19,21 @@ from ..capture.rewrites.loop_trace import run_loop
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from .alike import Alike, numbered, own_names
-from .block_calls import SharedArguments, differing_attributes, hooks_of, is_same, misused
+from .block_calls import description, differing_attributes, hooks_of
+from .block_loops import SharedArguments, is_same, misused
 
 
 class GroupPlace(NamedTuple):
     """A part of the program that stands for blocks.
 
-    numbers: theirs. slots: those with these blocks, by group. stack: of their weights.
+    numbers: theirs. slots: those with these blocks, by group. stack: of their weights. rows: the
+    slots' rows of weights, which slots share if a slot of a pipeline is split.
     """
 
     numbers: tuple[int, ...]
     slots: tuple[int, ...]
     stack: int
+    rows: tuple[int, ...]
     arguments: PlaceArguments
 
 
@@ -48,8 +51,13 @@ def places_of(
     slots: Sequence[Sequence[int]],
     stacks: Sequence[int],
     arguments: BlockArguments,
+    rows: Sequence[int] = (),
 ) -> list[GroupPlace]:
-    """Return the program's places. slots: each one's block numbers. stacks: by block."""
+    """Return the program's places.
+
+    slots: each one's block numbers. stacks: by block. rows: by slot; a slot's number if empty.
+    """
+    rows = rows or range(len(slots))
     found: list[GroupPlace] = []
     groups = [
         tuple(repeats.before + place + repeats.period * i for i in range(repeats.count))
@@ -58,7 +66,9 @@ def places_of(
     before, after = range(repeats.before), range(repeats.end, len(slots))
     for own in (*((slot,) for slot in before), *groups, *((slot,) for slot in after)):
         numbers = tuple(number for slot in own for number in slots[slot])
-        found.append(GroupPlace(numbers, own, stacks[numbers[0]], arguments.of(numbers)))
+        of_slots = tuple(rows[slot] for slot in own)
+        place = GroupPlace(numbers, own, stacks[numbers[0]], of_slots, arguments.of(numbers))
+        found.append(place)
     return found
 
 
@@ -68,11 +78,25 @@ def rows_of_places(
     """Return each place's rows of weights, which are [slots of the stack, ...], by stack."""
     found: list[dict[str, Tensor]] = [{} for _ in places]
     for stack, named in enumerate(weights):
-        own = [i for i, place in enumerate(places) if place.stack == stack]
+        numbers = [i for i, place in enumerate(places) if place.stack == stack]
+        own = [places[i] for i in numbers]
+        of_slots = sorted({row for place in own for row in place.rows})
+        is_split = sum(len(place.rows) for place in own) > len(of_slots)
         for name, w in named.items():
-            for i, row in zip(own, rows_by_place([places[i] for i in own], repeats, w)):
+            if is_split:
+                rows = [_picked([of_slots.index(row) for row in p.rows], w) for p in own]
+            else:
+                rows = rows_by_place(own, repeats, w)
+            for i, row in zip(numbers, rows):
                 found[i][name] = row
     return found
+
+
+def _picked(rows: Sequence[int], w: Tensor) -> Tensor:
+    """Return the row of a tensor; those of a group, which are equally far apart."""
+    if len(rows) == 1:
+        return w[rows[0]]
+    return w[rows[0] : rows[-1] + 1 : rows[1] - rows[0]]
 
 
 def rows_by_place(places: Sequence[GroupPlace], repeats: Repeats, w: Tensor) -> list[Tensor]:
@@ -216,7 +240,7 @@ def _filled(
 def stacks_of(blocks: Sequence[nn.Module]) -> list[int]:
     """Return the number of each block's stack: blocks that differ in the values of weights."""
     owns = [own_names(block) for block in blocks]
-    described = [(_description(block), [*block.buffers()], hooks_of(block)) for block in blocks]
+    described = [(description(block), [*block.buffers()], hooks_of(block)) for block in blocks]
 
     def same(i: int, j: int) -> bool:
         one, other = described[i], described[j]
@@ -230,17 +254,21 @@ def stacks_of(blocks: Sequence[nn.Module]) -> list[int]:
     return numbered(range(len(blocks)), same)
 
 
-def kinds_of(blocks: Sequence[nn.Module], stacks: Sequence[int]) -> list[int]:
+def kinds_of(
+    blocks: Sequence[nn.Module], stacks: Sequence[int], apart: Collection[int] = ()
+) -> list[int]:
     """Return the number of each block's kind.
 
     An attribute of which no value repeats, such as a layer's number, says nothing of its kind.
+    apart: blocks that may differ from all others.
     """
     values: list[tuple[int, ...]] = [(stack,) for stack in stacks]
     for stack in dict.fromkeys(stacks):
         layers = [layer for layer, each in enumerate(stacks) if each == stack]
         for differing in differing_attributes([blocks[layer] for layer in layers]).values():
             for column in differing.values():
-                if max(column.numbers) + 1 < len(layers):
+                others = {n for layer, n in zip(layers, column.numbers) if layer not in apart}
+                if len(others) > 1 and max(column.numbers) + 1 < len(layers):
                     for layer, number in zip(layers, column.numbers):
                         values[layer] += (number,)
     return numbered(values, lambda a, b: a == b)
@@ -248,7 +276,7 @@ def kinds_of(blocks: Sequence[nn.Module], stacks: Sequence[int]) -> list[int]:
 
 def raise_unlike(blocks: Sequence[nn.Module], what: str) -> NoReturn:
     """Raise ShardingError that names the first difference of blocks that do not repeat."""
-    first, *others = map(_description, blocks)
+    first, *others = map(description, blocks)
     for i, other in enumerate(others, 1):
         if differ := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
             raise ShardingError.here(
@@ -263,11 +291,15 @@ def raise_unlike(blocks: Sequence[nn.Module], what: str) -> NoReturn:
     )
 
 
-def _description(block: nn.Module) -> dict[str, object]:
-    """Return the types of a block's modules, and shapes of its tensors, by their names."""
-    tensors = (*block.named_parameters(), *block.named_buffers())
-    types = {name or type(m).__name__: type(m) for name, m in block.named_modules()}
-    return {**types, **{name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors}}
+def raise_additions(what: str, block: nn.Module, other: nn.Module) -> NoReturn:
+    """Raise ShardingError for a block that reads modules which those in its slots lack."""
+    names = [name for name in description(block) if name not in description(other)]
+    raise ShardingError.here(
+        f"a block of a {what} has modules that the others lack: {names}",
+        why="it reads them in its stage, or gets other arguments, and each stage would have twice "
+        "its share of programs",
+        fix=f"fewer stages; or leave the block out of the {what}",
+    )
 
 
 # Arguments of the blocks in a loop: which all share, and which each block has for itself.
@@ -346,6 +378,21 @@ class BlockArguments:
         in_rows = id(one) in self.row_tensors or id(other) in self.row_tensors
         return not in_rows and (one.shape, one.dtype) == (other.shape, other.dtype)
 
+    def split(
+        self, slots: Sequence[Sequence[int]], apart: Collection[int]
+    ) -> list[tuple[int, list[int]]]:
+        """Split slots into blocks that get like arguments; return (slot, its blocks).
+
+        apart: blocks that run alone.
+        """
+        found: list[tuple[int, list[int]]] = []
+        for slot, blocks in enumerate(slots):
+            kinds = self.kinds([[block] for block in blocks], True)
+            keys = [(kind, b if b in apart else -1) for kind, b in zip(kinds, blocks)]
+            for key in dict.fromkeys(keys):
+                found.append((slot, [b for b, each in zip(blocks, keys) if each == key]))
+        return found
+
     def of(self, blocks: Sequence[int]) -> PlaceArguments:
         """Return the arguments of blocks that run one program; raise if they do not fit."""
         first = blocks[0]
@@ -383,7 +430,7 @@ class PlaceArguments(NamedTuple):
 
 def _names(shared: SharedArguments, block: nn.Module) -> list[str]:
     """Name the argument that each leaf belongs to."""
-    parameters = [*inspect.signature(block.forward).parameters][1:]
+    parameters = [*inspect.signature(block.forward).parameters][shared.route is None :]
     # Arguments that *args take have no names: their numbers stand for them.
     parameters += [f"{i + 1}" for i in range(len(parameters), len(shared.args))]
     named = [*zip(parameters, shared.args), *shared.kwargs.items()]

@@ -22,7 +22,7 @@ from ..compat.patches import setting
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from ..layout.mesh import Mesh
-from .block_calls import SharedArguments
+from .block_loops import BlockLoop, SharedArguments, first_loops
 from .pipelined_blocks import Pipeline, at_blocks, in_model, pipeline
 
 M = TypeVar("M", bound=nn.Module)
@@ -142,6 +142,7 @@ class _Step:
         self.forward, self.pipe = forward, pipe
         self.leaves, self.tree = pytree.tree_flatten(arguments)
         self.before: dict[Pipeline, object] = {}  # results of the lists that forward calls before
+        self.loops: dict[nn.Module, BlockLoop] = {}
         self.results: list[Any] = []
         self.tree_of_results: Any = None
 
@@ -166,7 +167,7 @@ class _Step:
             if pipe is self.pipe:
                 raise _Entered(x, arguments)
             if pipe in self.before:
-                raise _two_pipelines()
+                raise _called_twice()
             self.before[pipe] = pipe.outputs_of(x, arguments)
             return self.before[pipe]
 
@@ -182,7 +183,12 @@ class _Step:
     def _behind(self, y: object, **rows: Any) -> Tensor:
         """Return a microbatch's loss for the last stage's result."""
 
+        called: set[Pipeline] = set()
+
         def leave(pipe: Pipeline, *_: object) -> object:
+            if pipe in called:
+                raise _called_twice()
+            called.add(pipe)
             if pipe is self.pipe:
                 return y
             if pipe not in self.before:
@@ -207,7 +213,7 @@ class _Step:
 
     def _call(self, leaves: Sequence[object], stand_in: Callable[..., Any]) -> Any:
         args, kwargs = pytree.tree_unflatten([*leaves], self.tree)
-        with setting(at_blocks, stand_in):
+        with setting(at_blocks, stand_in), setting(first_loops, self.loops):
             return self.forward(*args, **kwargs)
 
 
@@ -219,6 +225,14 @@ def _two_pipelines() -> ShardingError:
         "a model of pipeline_model has two pipelines",
         why="a microbatch passes each list of layers once",
         fix="name all lists in one call of pipeline_model, in the order of their calls",
+    )
+
+
+def _called_twice() -> ShardingError:
+    return ShardingError.here(
+        "forward calls layers that are stages of a pipeline a second time",
+        why="a microbatch passes each list of layers once",
+        fix="use a list with an entry for each call, or pipeline for the layers alone",
     )
 
 

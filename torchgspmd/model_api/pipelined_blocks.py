@@ -15,7 +15,7 @@ other axes are sharded inside the stages as ever. Source: GSPMD paper, section 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -44,7 +44,7 @@ from ..layout.layout_rules import mesh_of
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
-from .block_calls import SharedArguments, of_blocks
+from .block_calls import of_blocks, without_additions
 from .block_groups import (
     BlockArguments,
     GroupPlace,
@@ -53,12 +53,14 @@ from .block_groups import (
     groups_of,
     kinds_of,
     places_of,
+    raise_additions,
     raise_unlike,
     rows_by_place,
     rows_of_places,
     run_places,
     stacks_of,
 )
+from .block_loops import EachArguments, SharedArguments
 from .scheduled import ScheduledStages, only
 from .stacked_blocks import StackedBlocks, Weights, check_blocks
 
@@ -177,13 +179,15 @@ class _StageProgram(NamedTuple):
     """A stage's program for a call: places for its slots, in groups that repeat.
 
     tree: of the value that passes from block to block. rows: arguments with a row for each batch
-    row, by id.
+    row, by id. at: the device, round and slot of each block. slots: how many a stage has.
     """
 
     tree: Any
     repeats: Repeats
     places: list[GroupPlace]
     rows: dict[int, Tensor]
+    at: dict[int, tuple[int, int, int]]
+    slots: int
 
 
 class Pipeline(StackedBlocks):
@@ -204,11 +208,19 @@ class Pipeline(StackedBlocks):
         # A stage with twice its share of slots would leave half of them out.
         share = -(-len(blocks) // (stages * repeats))
         slots = find_slots(stacks, stages * repeats, 2 * share - 1)
+        # A block that has more than others, as T5's first, can be in their slots.
+        alike, additions = without_additions(blocks)
+        if additions and (slots is None or len(slots.kinds) > share):
+            own = find_slots(stacks_of(alike), stages * repeats, 2 * share - 1)
+            if own and (slots is None or len(own.kinds) < len(slots.kinds)):
+                slots, blocks, stacks = own, alike, stacks_of(alike)
         if slots is None:
             raise_unlike(blocks, "pipeline")
+        additions = additions if blocks is alike else {}
         # Kinds that do not fit are left to the program: it may read none of their values.
         limit = 2 * len(slots.kinds) - 1
-        slots = find_slots(kinds_of(blocks, stacks), stages * repeats, limit) or slots
+        kinds = kinds_of(blocks, stacks, additions)
+        slots = find_slots(kinds, stages * repeats, limit) or slots
         self.slots, self.kinds = slots.blocks(), slots.kinds
         of_slots = [stacks[numbers[0]] for numbers in self.slots]
         self.at = [
@@ -221,7 +233,7 @@ class Pipeline(StackedBlocks):
             (device * repeats + round_) * of_slots.count(stack) + of_slots[:slot].count(stack)
             for stack, (device, round_, slot) in zip(stacks, self.at)
         ]
-        super().__init__(blocks, "pipeline", stacks, places, rows, mesh=mesh, axis=axis)
+        super().__init__(blocks, "pipeline", stacks, places, rows, mesh, axis, additions)
         self.mesh, self.axis, self.microbatches = mesh, axis, order.microbatches
         self.repeats, self.stages, self.layers = repeats, stages, len(self.slots)
         self.order, self.loss, self.row_arguments = order, loss, row_arguments
@@ -234,6 +246,10 @@ class Pipeline(StackedBlocks):
         if self.loss is not None:
             return order_within(replace(self.order, memory=0), 0, True).timed(times or Times())
         return in_ticks(self.stages, self.microbatches, self.repeats, times)
+
+    def kinds_of_blocks(self) -> Sequence[Hashable]:
+        kinds = [self.kinds[slot] for _, _, slot in self.at]
+        return [*zip(self.stacks, kinds)]
 
     def extra_repr(self) -> str:
         return (
@@ -290,7 +306,7 @@ class Pipeline(StackedBlocks):
         of_rounds = [
             [each.flatten(0, 1) for each in w.unflatten(0, shape).unbind(1)] for w in stacked
         ]
-        is_block = self._is_block(leaves[0].device).unbind(1)
+        is_block = self._is_block(program, leaves[0].device).unbind(1)
 
         def stages(
             round_: int, state: Sequence[Tensor], rows: Sequence[Tensor]
@@ -323,20 +339,38 @@ class Pipeline(StackedBlocks):
         own = BlockArguments(arguments)
         with of_blocks(0):
             own.divide_rows(self.block, self.row_arguments, leaves[0].shape[0])
-        repeats = groups_of(self.kinds, self.slots, own)
-        places = places_of(repeats, self.slots, self.stacks, own)
-        return _StageProgram(tree, repeats, places, own.row_tensors)
+        # Blocks of one slot whose arguments differ are in slots of their own, of which a stage has
+        # one. The limit is that for kinds of blocks.
+        filled = arguments.filled if isinstance(arguments, EachArguments) else frozenset[int]()
+        apart = self.additions - filled
+        parts = own.split(self.slots, apart)
+        if len(parts) >= 2 * len(self.slots):
+            if apart:
+                raise_additions(self.what, self.whole(min(apart)), self.block_of(min(apart)))
+            parts = [*enumerate(self.slots)]
+        rows, slots = [slot for slot, _ in parts], [blocks for _, blocks in parts]
+        kinds = [(self.kinds[i], b[0] if b[0] in apart else -1) for i, b in parts]
+        repeats = groups_of(kinds, slots, own)
+        places = places_of(repeats, slots, self.stacks, own, rows)
+        at = {
+            number: (*self.at[number][:2], slot)
+            for slot, blocks in enumerate(slots)
+            for number in blocks
+        }
+        return _StageProgram(tree, repeats, places, own.row_tensors, at, len(slots))
 
     def _stacked_rows(self, program: _StageProgram) -> tuple[Weights, list[list[Tensor]]]:
         """Return the weights, and the places' own arguments: [stages x repeats x slots, ...]."""
         return self.weights(), [
-            [self._own_rows(place, values) for values in place.arguments.own.values()]
+            [self._own_rows(program, place, values) for values in place.arguments.own.values()]
             for place in program.places
         ]
 
-    def _own_rows(self, place: GroupPlace, values: Sequence[Tensor]) -> Tensor:
+    def _own_rows(
+        self, program: _StageProgram, place: GroupPlace, values: Sequence[Tensor]
+    ) -> Tensor:
         """Stack the tensors that a place's blocks have for themselves."""
-        of_blocks = {self.at[number]: x for number, x in zip(place.numbers, values)}
+        of_blocks = {program.at[number]: x for number, x in zip(place.numbers, values)}
         rows = [
             of_blocks.get((device, round_, slot), values[0])
             for device in range(self.stages)
@@ -359,7 +393,7 @@ class Pipeline(StackedBlocks):
             lambda w: w.unflatten(0, (self.stages, self.repeats, -1)), self._stacked_rows(program)
         )
         parts = [divided(leaf, self.microbatches) for leaf in leaves]  # [microbatches, rows, ...]
-        is_block = self._is_block(leaves[0].device)
+        is_block = self._is_block(program, leaves[0].device)
         if self.order.vee:  # the second round begins where the first one ends
             for r, shift in enumerate((1, -1)):
                 present = pytree.tree_map(lambda w, r=r: w[:, r : r + 1], weights)
@@ -368,9 +402,9 @@ class Pipeline(StackedBlocks):
             parts = self._ticks(program, weights, is_block, parts)
         return pytree.tree_unflatten([joined(each) for each in parts], tree)
 
-    def _is_block(self, device: torch.device) -> Tensor:
+    def _is_block(self, program: _StageProgram, device: torch.device) -> Tensor:
         """Return a mask, [stages, repeats, slots]: True for a slot that a block has."""
-        shape, taken = (self.stages, self.repeats, self.layers), {*self.at}
+        shape, taken = (self.stages, self.repeats, program.slots), {*program.at.values()}
         rows = [place in taken for place in product(*map(range, shape))]
         return torch.tensor(rows, device=device).view(shape)
 
