@@ -76,7 +76,7 @@ class Model:
         torch.manual_seed(0)
         model = getattr(transformers, self.kind)(config).double().train()
         if checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         return model
 
     def batch(self) -> dict[str, Tensor]:
@@ -91,9 +91,13 @@ class Model:
         if self.inputs == "sound":
             sound = torch.randn(BATCH, 8, 24, generator=generator).double()
             return {"input_features": sound, "labels": labels}
-        if self.inputs == "wave":
+        if self.inputs in ("wave", "speech"):
             wave = torch.randn(BATCH, 64, generator=generator).double()
-            return {"input_values": wave, "labels": labels[:, :4]}
+            words = labels[:, :4] if self.inputs == "speech" else labels[:, 0] % 2
+            return {"input_values": wave, "labels": words}
+        if self.inputs == "features":
+            sound = torch.randn(BATCH, 24, 8, generator=generator).double()
+            return {"input_features": sound, "labels": labels}
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
@@ -165,9 +169,6 @@ MODELS = {
         {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]],
          "window_size": 4, "embed_dropout": 0.0, "resid_dropout": 0.0, "attn": "eager"},
         ("transformer.h",)),
-    "xglm": Model("XGLMForCausalLM", "XGLMConfig",
-        {"d_model": WIDTH, "ffn_dim": 24, "num_layers": 4, "attention_heads": 4, "dropout": 0.0,
-         "activation_dropout": 0.0, "attn": "eager"}),
     "xlnet": Model("XLNetLMHeadModel", "XLNetConfig",
         {"d_model": WIDTH, "n_layer": 4, "n_head": 2, "d_inner": 24, "dropout": 0.0,
          "instead": {"vocab_size": WORDS, "pad_token_id": 0}, "attn": "eager"},
@@ -191,7 +192,7 @@ MODELS = {
         ("distilbert.transformer.layer",)),
     "mpnet": Model("MPNetForMaskedLM", "MPNetConfig",
         {"attn": "eager", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        ("mpnet.encoder.layer",)),
+        ("mpnet.encoder.layer",), rows=("attention_mask", "position_bias")),
     "albert": Model("AlbertForMaskedLM", "AlbertConfig",
         {"embedding_size": WIDTH, "hidden_dropout_prob": 0.0, "inner_group_num": 1,
          "attention_probs_dropout_prob": 0.0}, ("albert.encoder.albert_layer_groups",)),
@@ -208,10 +209,12 @@ MODELS = {
     "dinov2": Model("Dinov2ForImageClassification", "Dinov2Config",
         {"image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.0, "mlp_ratio": 2,
          "attention_probs_dropout_prob": 0.0}, ("dinov2.encoder.layer",), "pixels"),
-    "wav2vec2": Model("Wav2Vec2ForCTC", "Wav2Vec2Config",
+    "wav2vec2": Model("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config",
         {**SPEECH, "do_stable_layer_norm": False}, ("wav2vec2.encoder.layers",), "wave"),
-    "hubert": Model("HubertForCTC", "HubertConfig",
+    "hubert": Model("HubertForSequenceClassification", "HubertConfig",
         {**SPEECH, "do_stable_layer_norm": True}, ("hubert.encoder.layers",), "wave"),
+    "wav2vec2_ctc": Model("Wav2Vec2ForCTC", "Wav2Vec2Config",
+        {**SPEECH, "do_stable_layer_norm": False}, ("wav2vec2.encoder.layers",), "speech"),
     "mamba": Model("MambaForCausalLM", "MambaConfig", {"state_size": 4, "attn": "eager"},
         ("backbone.layers",)),
     "mamba2": Model("Mamba2ForCausalLM", "Mamba2Config",
@@ -229,7 +232,8 @@ MODELS = {
          "linear_key_head_dim": 4, "linear_value_head_dim": 4, "num_hidden_layers": 8,
          "shared_expert_intermediate_size": 8}),
     "rwkv": Model("RwkvForCausalLM", "RwkvConfig",
-        {"attention_hidden_size": WIDTH, "context_length": 32, "attn": "eager"}, ("rwkv.blocks",)),
+        {"attention_hidden_size": WIDTH, "context_length": 32, "attn": "eager"},
+        ("rwkv.blocks",), rows=()),
     "mbart": Model("MBartForConditionalGeneration", "MBartConfig", {"instead": BOTH}, LISTS,
         rows=CROSS),
     "pegasus": Model("PegasusForConditionalGeneration", "PegasusConfig", {"instead": BOTH}, LISTS,
@@ -241,7 +245,8 @@ MODELS = {
         {"instead": BOTH, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, LISTS, rows=CROSS),
     "speech_to_text": Model("Speech2TextForConditionalGeneration", "Speech2TextConfig",
         {"instead": BOTH, "input_feat_per_channel": 8, "conv_channels": 8,
-         "max_source_positions": 32, "max_target_positions": 16}, LISTS, "features", CROSS),
+         "max_source_positions": 32, "max_target_positions": 16, "attn": "eager"}, LISTS,
+        "features", CROSS),
     "mt5": Model("MT5ForConditionalGeneration", "MT5Config", {"instead": T5}, BLOCKS, rows=CROSS),
     "t5_gated": Model("T5ForConditionalGeneration", "T5Config",
         {"instead": {**T5, "num_layers": 5, "num_decoder_layers": 4,
@@ -251,9 +256,11 @@ MODELS = {
         rows=CROSS),
     "switch": Model("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig",
         {"instead": {**T5, "num_experts": 2, "num_sparse_encoder_layers": 1,
-                     "num_sparse_decoder_layers": 1, "output_router_logits": False}},
+                     "num_sparse_decoder_layers": 1, "output_router_logits": False},
+         "attn": "eager"},
         BLOCKS, rows=CROSS),
-    "t5_encoder": Model("T5ForTokenClassification", "T5Config", {"instead": T5},
+    "t5_encoder": Model("T5ForTokenClassification", "T5Config",
+        {"instead": {**T5, "num_labels": WORDS}},
         ("transformer.encoder.block",)),
     "llama_tied": Model("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": True}),
     "llama_checkpointed": Model("LlamaForCausalLM", "LlamaConfig", {"checkpoint": True}),

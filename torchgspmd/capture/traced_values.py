@@ -109,6 +109,14 @@ def reads_directly(nodes: Sequence[fx.Node], tensors: Sequence[Tensor]) -> bool:
     return not {*nodes}.isdisjoint(map(_node_of, tensors))
 
 
+def is_computed_leaf(value: object) -> bool:
+    """Return whether a trace computes a tensor that has a gradient of its own."""
+    if not isinstance(value, Tensor) or not (value.requires_grad and value.is_leaf):
+        return False
+    node = _node_of(value)
+    return node is not None and node.op == "call_function"
+
+
 def _node_of(tensor: Tensor) -> fx.Node | None:
     """Return the node of a trace that computes a tensor; None for a constant."""
     while is_functorch_wrapped_tensor(tensor):

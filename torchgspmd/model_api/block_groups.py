@@ -337,8 +337,11 @@ class BlockArguments:
             of_leaves = _names(shared, block)
             found += of_leaves
             for name, leaf in zip(of_leaves, leaves):
-                # A size other than the batch's cannot be divided: all stages get such a tensor.
-                if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch:
+                # Another size cannot be divided: all stages get such a tensor. Bloom's alibi has a
+                # row for each batch row and head.
+                if not isinstance(leaf, Tensor) or not leaf.dim():
+                    continue
+                if leaf.shape[0] != batch and (name not in (names or ()) or leaf.shape[0] % batch):
                     continue
                 if names is None:
                     raise ShardingError.here(

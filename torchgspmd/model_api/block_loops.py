@@ -22,7 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ..capture import is_capturing
-from ..capture.traced_values import are_same_operations, operands_read, reads_directly
+from ..capture.traced_values import (
+    are_same_operations,
+    is_computed_leaf,
+    operands_read,
+    reads_directly,
+)
 from ..compat.private_apis import DisableTorchFunction
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
@@ -183,7 +188,9 @@ class BlockLoop:
     def computed(self, number: int, call: Call, leaves: Sequence[object]) -> list[Any]:
         """Return the leaves of a block's results."""
         with _same_draws():
-            return self._run(number, call, leaves)()[0]
+            results, _ = self._run(number, call, leaves)()
+        # A checkpoint's own zeros ask for a gradient, which nothing wants.
+        return [x.detach() if is_computed_leaf(x) else x for x in results]
 
     def is_same(
         self, number: int, call: Call, leaves: Sequence[object], results: Sequence[int]

@@ -155,6 +155,13 @@ class _Step:
             for i, leaf in enumerate(self.leaves)
             if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
         }
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        if tensors and not rows:
+            raise ShardingError.here(
+                f"the layers take {batch} rows, and no argument of the model has as many",
+                why="a microbatch is a part of dimension 0, of the arguments and of this value",
+                fix="put the batch into dimension 0 before the layers",
+            )
         rows |= {f"{_BEFORE}{i}": value for i, value in enumerate(self.before.values())}
         loss = self.pipe.scheduled(self._behind, x, arguments, rows)
         results = [loss if value is _LOSS else value for value in self.results]

@@ -329,8 +329,9 @@ class Pipeline(StackedBlocks):
             return _of_all_stages(one, [*state[:count]], [*rows[: len(tensors)]])
 
         run = ScheduledStages(stages, losses, self._along, self.axis, self.order)
-        parts = [divided(each, self.microbatches) for each in (*leaves, *passing.values())]
-        return run(parts, [divided(t, self.microbatches) for t in (*tensors, *still.values())])
+        batch = leaves[0].shape[0]
+        parts = [self._divided(each, batch) for each in (*leaves, *passing.values())]
+        return run(parts, [self._divided(t, batch) for t in (*tensors, *still.values())])
 
     def _program(
         self, arguments: Sequence[SharedArguments], leaves: Sequence[Tensor], tree: object
@@ -358,6 +359,15 @@ class Pipeline(StackedBlocks):
             for number in blocks
         }
         return _StageProgram(tree, repeats, places, own.row_tensors, at, len(slots))
+
+    def _divided(self, x: Tensor, batch: int) -> Tensor:
+        """Split a tensor with rows of the batch into [microbatches, rows, ...].
+
+        It may have several rows for each of the batch, one after the other.
+        """
+        if x.shape[0] == batch or not batch:
+            return divided(x, self.microbatches)
+        return divided(x.unflatten(0, (batch, -1)), self.microbatches).flatten(1, 2)
 
     def _stacked_rows(self, program: _StageProgram) -> tuple[Weights, list[list[Tensor]]]:
         """Return the weights, and the places' own arguments: [stages x repeats x slots, ...]."""
@@ -426,7 +436,8 @@ class Pipeline(StackedBlocks):
         ticks, waiting = m * rounds + p - 1, max(m - p, 0) if rounds > 1 else 0
         count_up = partial(torch.arange, device=parts[0].device)
         stage = count_up(p)
-        own = {i: divided(x, self.microbatches) for i, x in program.rows.items()}
+        batch = m * parts[0].shape[1]
+        own = {i: self._divided(x, batch) for i, x in program.rows.items()}
         position = stage if shift > 0 else stage.flip(0)
         # Stages without work compute on the first microbatch: values as real ones, and no gradient.
         entering = [x.index_select(0, count_up(ticks).clamp(max=m) % m) for x in parts]

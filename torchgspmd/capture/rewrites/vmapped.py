@@ -57,6 +57,12 @@ def _scatter_in_place(
     return input.copy_(input.scatter(dim, index, *src, **options))
 
 
+@rewrite("vmap value", Tensor.requires_grad_)
+def _requires_grad_in_place(input: Tensor, requires_grad: bool = True) -> Any:
+    """Leave a stage's value as it is: the trace around it decides which values have gradients."""
+    return input if requires_grad and _is_mapped(input) else DECLINED
+
+
 @rewrite("vmap value", F.embedding)
 def _embedding(
     input: Tensor,
