@@ -37,6 +37,7 @@ from ..compat.private_apis import (
 )
 from ..layout.mesh import Mesh
 from .draws import recomputing_dispatch, region_or
+from .rewrites.mapped_functions import mapping_apply
 from .traced_values import SavedValue
 
 
@@ -184,6 +185,12 @@ PATCHES = [  # features add rows
     *(
         Patch(FunctionalTensor, name, always(getattr(Tensor, name)), "it has a method of its own")
         for name in ("tolist", "to_dense")
+    ),
+    Patch(
+        torch.autograd.Function,
+        "apply",
+        mapping_apply,
+        "torch.vmap refuses a Function whose forward takes a ctx",
     ),
     Patch(torch.SymBool, "__eq__", _comparison(operator.eq), _TRUTH),
     Patch(torch.SymBool, "__ne__", _comparison(operator.ne), _TRUTH),
