@@ -212,13 +212,13 @@ class _Search:
                 )
             found.append(needed[1] if needed is not None and needed[0] == number else None)
             content = needed
-        last = found[-1] if found else self._alike(path)
-        return [*found, last]
+        return [*found, self._last(path, found[-1] if found else 0)]
 
-    def _alike(self, path: str) -> int | None:
-        """Return the number of a lone block's result that is like its argument."""
-        x = self.named[0][path]
-        for i, y in enumerate(self.calls[0].results.leaves):
+    def _last(self, path: str, usual: int | None) -> int | None:
+        """Return the last block's result that is like its argument: usually this one."""
+        x, results = self.named[-1].get(path), self.calls[-1].results.leaves
+        numbers = [] if usual is None or x is None else [usual, *range(len(results))]
+        for i, y in ((i, results[i]) for i in numbers if i < len(results)):
             if isinstance(y, Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype):
                 return i
         return None
