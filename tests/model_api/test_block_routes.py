@@ -278,3 +278,31 @@ def test_a_program_grows_with_no_layer():
         plan = gspmd.plan(model, *x, mesh=gspmd.Mesh(data=2), grad=True)
         sizes[layers] = len(plan.program.graph.nodes)
     assert sizes[9] == sizes[3]
+
+
+def again(model, x):
+    """ALBERT: one layer, for all of the model's depth."""
+    for _ in range(5):
+        x = model.layers[0](x)
+    return x
+
+
+def again_with_numbers(model, x):
+    first = None
+    for _ in range(4):
+        x, first = model.layers[0](x, first)
+    return x
+
+
+@pytest.mark.parametrize(
+    "kind, loop, make, mesh, options",
+    [
+        (Longer, again, "1f1b", "stage=2", {}),
+        (Mixed, again_with_numbers, "1f1b", "data=2,stage=2", {}),
+        (Longer, again, "zero_bubble", "data=2,stage=2", {"repeats": 2}),
+    ],
+)
+def test_a_lone_layer_that_is_called_again(kind, loop, make, mesh, options):
+    """All stages have its weights, whose gradients are added up once a step."""
+    other = check(kind, loop, 1, make, mesh, **options)
+    assert all(w.shape[0] == 1 for w in other.layers.weights()[0].values())

@@ -59,6 +59,7 @@ class _Between(Tensor):
 
     origin: Origin
     value: Tensor
+    loop: BlockLoop | None = None  # of a lone block, whose last call is known when it is read
 
     @staticmethod
     def like(x: Tensor, origin: Origin, rows: tuple[int, int] = (0, 0)) -> Tensor:
@@ -77,11 +78,20 @@ class _Between(Tensor):
         if getattr(func, "__name__", "") in _FACTS:
             with DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
+        read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, _Between)]
+        if all(x.loop for x in read):
+            args, kwargs = results_of_loops((args, kwargs or {}))
+            return func(*args, **kwargs)
         raise misused(f"{getattr(func, '__name__', func)} reads a value between two blocks")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         raise misused(f"{func} reads a value between two blocks")
+
+
+def results_of_loops(tree: Any) -> Any:
+    """Return a tree with the results of a lone block's loops, which end here."""
+    return pytree.tree_map_only(_Between, lambda x: x.loop.result(x) if x.loop else x, tree)
 
 
 class SharedArguments(NamedTuple):
@@ -123,10 +133,13 @@ class BlockLoop:
         self.calls: list[Call] = []
         self.routed: Routed | None = None
         self.first: BlockLoop | None = None
+        self.results: list[Any] | None = None  # of a lone block's last call, as leaves
 
     def call(self, number: int, *args: object, **kwargs: object) -> Any:
         if not is_capturing():
             return self.run_one(number, *args, **kwargs)
+        if self.module.is_repeated:
+            number, args, kwargs = self._again(args, kwargs)
         # A recomputed call has its value already.
         del self.calls[number:]
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -151,9 +164,29 @@ class BlockLoop:
             for i, x in enumerate(results.leaves)
         ]
         self.calls.append(call._replace(returned=returned, results=results))
-        if number < len(self.kinds) - 1:
-            return pytree.tree_unflatten(returned, results.tree)
-        return self._run_all(args, kwargs)
+        if self.module.is_repeated:
+            for x in returned:
+                if isinstance(x, _Between):
+                    x.loop = self
+        elif number == len(self.kinds) - 1:
+            return self._run_all()
+        return pytree.tree_unflatten(returned, results.tree)
+
+    def _again(self, args: Any, kwargs: Any) -> tuple[int, Any, Any]:
+        """Return the number of a lone block's call, and its arguments."""
+        if self.results is not None:
+            args, kwargs = results_of_loops((args, kwargs))
+        if not any(isinstance(x, _Between) for x in pytree.tree_leaves((args, kwargs))):
+            self.calls, self.results = [], None
+        return len(self.calls), args, kwargs
+
+    def result(self, x: _Between) -> Any:
+        """Return a result of a lone block's last call, behind which something reads it."""
+        if x.origin[0] != len(self.calls) - 1:
+            raise misused("an operation reads a value between two blocks")
+        if self.results is None:
+            self.results = pytree.tree_leaves(self._run_all())
+        return self.results[x.origin[1]]
 
     def _is_of(self, number: int, leaf: _Between) -> bool:
         """Return whether a value is the last result of a block in this loop."""
@@ -164,7 +197,7 @@ class BlockLoop:
         """Return what a block returns for its arguments."""
         if self.first is not None:
             return self.first.calls[number].results
-        if number and self.kinds[number] == self.kinds[number - 1]:
+        if number and (self.module.is_repeated or self.kinds[number] == self.kinds[number - 1]):
             before = self.calls[number - 1]
             pairs = zip(before.leaves, call.leaves)
             if before.tree == call.tree and all(_are_alike(a, b) for a, b in pairs):
@@ -204,7 +237,7 @@ class BlockLoop:
         own = additions if number in self.module.additions else []
         return shared is not None and not reads_directly(shared, own)
 
-    def _run_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_all(self) -> Any:
         if self.first is not None:
             self.routed = self.first.routed
         else:

@@ -22,7 +22,7 @@ from ..compat.patches import setting
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from ..layout.mesh import Mesh
-from .block_loops import BlockLoop, SharedArguments, first_loops
+from .block_loops import BlockLoop, SharedArguments, first_loops, results_of_loops
 from .pipelined_blocks import Pipeline, at_blocks, in_model, pipeline
 
 M = TypeVar("M", bound=nn.Module)
@@ -121,7 +121,7 @@ def pipeline_model(
         assert isinstance(pipe, Pipeline)
         is_trained = self.training and torch.is_grad_enabled() and pipe.runs_by_schedule()
         if not is_trained or at_blocks.get() is not None:
-            return kind.forward(self, *args, **kwargs)
+            return results_of_loops(kind.forward(self, *args, **kwargs))
         return _Step(lambda *a, **k: kind.forward(self, *a, **k), pipe, (args, kwargs)).run()
 
     # A class of its own, as torch's fully_shard does: the instance may be copied.
@@ -221,7 +221,7 @@ class _Step:
     def _call(self, leaves: Sequence[object], stand_in: Callable[..., Any]) -> Any:
         args, kwargs = pytree.tree_unflatten([*leaves], self.tree)
         with setting(at_blocks, stand_in), setting(first_loops, self.loops):
-            return self.forward(*args, **kwargs)
+            return results_of_loops(self.forward(*args, **kwargs))
 
 
 _LOSS, _BEFORE = object(), "before"

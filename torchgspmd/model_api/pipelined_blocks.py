@@ -49,6 +49,7 @@ from .block_groups import (
     BlockArguments,
     GroupPlace,
     Repeats,
+    Slots,
     find_slots,
     groups_of,
     kinds_of,
@@ -223,20 +224,21 @@ class Pipeline(StackedBlocks):
         slots = find_slots(kinds, stages * repeats, limit) or slots
         self.slots, self.kinds = slots.blocks(), slots.kinds
         of_slots = [stacks[numbers[0]] for numbers in self.slots]
-        self.at = [
-            (order.places.device(stage), order.places.round(stage), slot)
-            for stage, slot in slots.places
-        ]
+        self.order, self.found, self.at = order, slots, _at(order, slots)
+        # A model whose layers are one (ALBERT) calls it again: all stages have its weights.
+        self.is_repeated = len(blocks) == 1 and loss is in_model
         rows = [stages * repeats * of_slots.count(stack) for stack in dict.fromkeys(stacks)]
+        rows = [1] if self.is_repeated else rows
         # A device's rows are together, round by round; rows without a block pass their input on.
         places = [
             (device * repeats + round_) * of_slots.count(stack) + of_slots[:slot].count(stack)
             for stack, (device, round_, slot) in zip(stacks, self.at)
         ]
-        super().__init__(blocks, "pipeline", stacks, places, rows, mesh, axis, additions)
+        of_rows = "_" if self.is_repeated else axis
+        super().__init__(blocks, "pipeline", stacks, places, rows, mesh, of_rows, additions)
         self.mesh, self.axis, self.microbatches = mesh, axis, order.microbatches
         self.repeats, self.stages, self.layers = repeats, stages, len(self.slots)
-        self.order, self.loss, self.row_arguments = order, loss, row_arguments
+        self.loss, self.row_arguments = loss, row_arguments
 
     def schedule(self, times: Times | None = None) -> Schedule:
         """Return the schedule for all devices. times: how long a stage's pieces take.
@@ -344,17 +346,22 @@ class Pipeline(StackedBlocks):
         # one. The limit is that for kinds of blocks.
         filled = arguments.filled if isinstance(arguments, EachArguments) else frozenset[int]()
         apart = self.additions - filled
-        parts = own.split(self.slots, apart)
-        if len(parts) >= 2 * len(self.slots):
+        found, stacks = self.found, self.stacks
+        if self.is_repeated:  # each of its calls is a block
+            stacks = [0] * len(arguments)
+            found = find_slots(stacks, self.stages * self.repeats, len(stacks)) or found
+        all_slots, of_blocks_at = found.blocks(), _at(self.order, found)
+        parts = own.split(all_slots, apart)
+        if len(parts) >= 2 * len(all_slots):
             if apart:
                 raise_additions(self.what, self.whole(min(apart)), self.block_of(min(apart)))
-            parts = [*enumerate(self.slots)]
+            parts = [*enumerate(all_slots)]
         rows, slots = [slot for slot, _ in parts], [blocks for _, blocks in parts]
-        kinds = [(self.kinds[i], b[0] if b[0] in apart else -1) for i, b in parts]
+        kinds = [(found.kinds[i], b[0] if b[0] in apart else -1) for i, b in parts]
         repeats = groups_of(kinds, slots, own)
-        places = places_of(repeats, slots, self.stacks, own, rows)
+        places = places_of(repeats, slots, stacks, own, rows)
         at = {
-            number: (*self.at[number][:2], slot)
+            number: (*of_blocks_at[number][:2], slot)
             for slot, blocks in enumerate(slots)
             for number in blocks
         }
@@ -371,7 +378,14 @@ class Pipeline(StackedBlocks):
 
     def _stacked_rows(self, program: _StageProgram) -> tuple[Weights, list[list[Tensor]]]:
         """Return the weights, and the places' own arguments: [stages x repeats x slots, ...]."""
-        return self.weights(), [
+        weights = self.weights()
+        if self.is_repeated:
+            count = self.stages * self.repeats * program.slots
+            weights = [
+                {name: self._along(w.expand(count, *w.shape[1:])) for name, w in named.items()}
+                for named in weights
+            ]
+        return weights, [
             [self._own_rows(program, place, values) for values in place.arguments.own.values()]
             for place in program.places
         ]
@@ -519,6 +533,12 @@ class Pipeline(StackedBlocks):
 
     def _along(self, leaf: Tensor) -> Tensor:
         return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
+
+
+def _at(order: Order, slots: Slots) -> list[tuple[int, int, int]]:
+    """Return the device, round and slot of each block."""
+    places = order.places
+    return [(places.device(stage), places.round(stage), slot) for stage, slot in slots.places]
 
 
 def _of_all_stages(function: Callable[..., object], *args: object) -> Any:

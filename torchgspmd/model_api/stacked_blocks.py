@@ -63,6 +63,8 @@ class StackedBlocks(nn.Module):
     `for block in blocks: x = block(x)` needs no change.
     """
 
+    is_repeated = False  # a lone block that forward calls again and again
+
     def __init__(
         self,
         blocks: Sequence[nn.Module],
@@ -124,7 +126,7 @@ class StackedBlocks(nn.Module):
 
     def block_of(self, number: int) -> nn.Module:
         """Return the module that stands for a block."""
-        return getattr(self, self.stack_names[self.stacks[number]])
+        return getattr(self, self.stack_names[self.stacks[0 if self.is_repeated else number]])
 
     def whole(self, number: int) -> nn.Module:
         """Return a module that has all that a block has, besides stacked weights."""
@@ -224,6 +226,7 @@ class StackedBlocks(nn.Module):
 
     def _row(self, number: int) -> dict[str, Tensor]:
         """Return a block's weights."""
+        number = 0 if self.is_repeated else number
         rows = self.weights()[self.stacks[number]]
         return {name: w[self.places[number]] for name, w in rows.items()}
 
