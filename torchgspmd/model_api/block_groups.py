@@ -38,7 +38,7 @@ class GroupPlace(NamedTuple):
 
 
 def groups_of(
-    kinds: Sequence[int], slots: Sequence[Sequence[int]], arguments: BlockArguments
+    kinds: Sequence[Hashable], slots: Sequence[Sequence[int]], arguments: BlockArguments
 ) -> Repeats:
     """Return the groups of slots that repeat with their arguments. kinds: the slots'."""
     exact, own = (find_repeats([*zip(kinds, arguments.kinds(slots, own))]) for own in (False, True))

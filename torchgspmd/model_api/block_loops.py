@@ -32,7 +32,7 @@ from ..compat.private_apis import DisableTorchFunction
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from .block_calls import of_blocks
-from .block_routes import Call, Origin, Results, Route, Routed, find_route
+from .block_routes import BlockCall, BlockResults, Origin, Route, RoutedCalls, find_route
 
 # Reads of a tensor's facts.
 _FACTS = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "__len__"}
@@ -97,8 +97,8 @@ def results_of_loops(tree: Any) -> Any:
 class SharedArguments(NamedTuple):
     """Arguments of a block, besides the previous block's result.
 
-    route: None for `x = block(x, ...)`. Else the arguments are all, with Slots for what passes from
-    block to block.
+    route: None for `x = block(x, ...)`. Else the arguments are all, with a StateLeaf for each value
+    that passes from block to block.
     """
 
     args: tuple[Any, ...] = ()
@@ -130,8 +130,8 @@ class BlockLoop:
         run_one: Callable[..., Any],
     ) -> None:
         self.module, self.what, self.kinds, self.run_one = module, what, kinds, run_one
-        self.calls: list[Call] = []
-        self.routed: Routed | None = None
+        self.calls: list[BlockCall] = []
+        self.routed: RoutedCalls | None = None
         self.first: BlockLoop | None = None
         self.results: list[Any] | None = None  # of a lone block's last call, as leaves
 
@@ -147,7 +147,7 @@ class BlockLoop:
             first = loops.setdefault(self.module, self)
             self.first = None if first is self else first
         before = {path: leaf for path, leaf in self.calls[-1].named()} if self.calls else {}
-        call = Call(leaves, tree, [], Results([], None, [], []))
+        call = BlockCall(leaves, tree, [], BlockResults([], None, [], []))
         passed = {path: leaf for path, leaf in call.named() if isinstance(leaf, _Between)}
         if number and not any(self._is_of(number - 1, leaf) for leaf in passed.values()):
             raise misused(f"block {number} does not get the result of block {number - 1}")
@@ -193,7 +193,7 @@ class BlockLoop:
         block, i = leaf.origin
         return block == number < len(self.calls) and self.calls[block].returned[i] is leaf
 
-    def _results(self, number: int, call: Call) -> Results:
+    def _results(self, number: int, call: BlockCall) -> BlockResults:
         """Return what a block returns for its arguments."""
         if self.first is not None:
             return self.first.calls[number].results
@@ -205,20 +205,20 @@ class BlockLoop:
         return self._run_alone(number, call)
 
     def _run(
-        self, number: int, call: Call, leaves: Sequence[object]
+        self, number: int, call: BlockCall, leaves: Sequence[object]
     ) -> Callable[[], tuple[list[Any], Any]]:
         """Return a run of a block in the trace. No program keeps what nothing reads of it."""
         values = [x.value if isinstance(x, _Between) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(values, call.tree)
         return lambda: pytree.tree_flatten(self.run_one(number, *args, **kwargs))
 
-    def _run_alone(self, number: int, call: Call) -> Results:
+    def _run_alone(self, number: int, call: BlockCall) -> BlockResults:
         values = [x.value if isinstance(x, _Between) else x for x in call.leaves]
         with _same_draws(), torch.no_grad():
             (results, tree), reads = operands_read(self._run(number, call, values), values)
-        return Results(results, tree, reads, [_same(x, values) for x in results])
+        return BlockResults(results, tree, reads, [_same(x, values) for x in results])
 
-    def computed(self, number: int, call: Call, leaves: Sequence[object]) -> list[Any]:
+    def computed(self, number: int, call: BlockCall, leaves: Sequence[object]) -> list[Any]:
         """Return the leaves of a block's results."""
         with _same_draws():
             results, _ = self._run(number, call, leaves)()
@@ -226,7 +226,7 @@ class BlockLoop:
         return [x.detach() if is_computed_leaf(x) else x for x in results]
 
     def is_same(
-        self, number: int, call: Call, leaves: Sequence[object], results: Sequence[int]
+        self, number: int, call: BlockCall, leaves: Sequence[object], results: Sequence[int]
     ) -> bool:
         """Return whether a block computes these results as it did, and reads no additions."""
         with _same_draws(), torch.no_grad():

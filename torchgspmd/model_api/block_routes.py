@@ -1,6 +1,6 @@
 """Which values pass from block to block, where a loop does more than x = block(x, ...).
 
-for block in blocks:                            state: h. Slot(0) is its place in the arguments
+for block in blocks:                            state: h, which is StateLeaf(0)
     h, weights = block(hidden=h, mask=mask)     route: result 0; result 1 is dropped
 
 for block in blocks:                            state: h, first. Block 0 sets the second one,
@@ -26,7 +26,7 @@ Origin = tuple[int, int]  # a block, and the number of its result
 
 
 @dataclass(frozen=True)
-class Slot:
+class StateLeaf:
     """Stands in a block's arguments for a leaf of the state."""
 
     number: int
@@ -41,7 +41,7 @@ class Route:
     @staticmethod
     def arguments(state: Sequence[Tensor], args: object, kwargs: object) -> Any:
         """Return the arguments of a block for a state."""
-        return pytree.tree_map_only(Slot, lambda slot: state[slot.number], (args, kwargs))
+        return pytree.tree_map_only(StateLeaf, lambda slot: state[slot.number], (args, kwargs))
 
     def after(self, state: Sequence[Tensor], results: object) -> list[Any]:
         """Return the state behind a block with these results."""
@@ -49,7 +49,7 @@ class Route:
         return [x if i is None else leaves[i] for x, i in zip(state, self.results)]
 
 
-class Results(NamedTuple):
+class BlockResults(NamedTuple):
     """What a block returns.
 
     leaves: tensors like its own, and other values. reads: for each leaf, the numbers of the
@@ -63,7 +63,7 @@ class Results(NamedTuple):
     same: list[int | None]
 
 
-class Call(NamedTuple):
+class BlockCall(NamedTuple):
     """A block's call.
 
     leaves, tree: its (args, kwargs). returned: leaves that stand for its results.
@@ -72,7 +72,7 @@ class Call(NamedTuple):
     leaves: list[Any]
     tree: Any
     returned: list[Any]
-    results: Results
+    results: BlockResults
 
     def named(self) -> list[tuple[str, Any]]:
         """Return the arguments' leaves by their paths."""
@@ -80,7 +80,7 @@ class Call(NamedTuple):
         return [(pytree.keystr(path), leaf) for path, leaf in named]
 
 
-class Routed(NamedTuple):
+class RoutedCalls(NamedTuple):
     """state: its leaves before the first block. arguments: (args, kwargs, route), by block.
 
     filled: blocks that get a value which they would compute alike.
@@ -94,23 +94,23 @@ class Routed(NamedTuple):
 class Runs(Protocol):
     """Runs blocks in a trace, with other leaves of their arguments."""
 
-    def computed(self, number: int, call: Call, leaves: Sequence[object]) -> list[Any]:
+    def computed(self, number: int, call: BlockCall, leaves: Sequence[object]) -> list[Any]:
         """Return the leaves of a block's results."""
         ...
 
     def is_same(
-        self, number: int, call: Call, leaves: Sequence[object], results: Sequence[int]
+        self, number: int, call: BlockCall, leaves: Sequence[object], results: Sequence[int]
     ) -> bool:
         """Return whether a block computes these results as it did, and reads no additions."""
         ...
 
 
-def find_route(calls: Sequence[Call], runs: Runs) -> Routed | None:
+def find_route(calls: Sequence[BlockCall], runs: Runs) -> RoutedCalls | None:
     """Return the route of the values between calls; None for x = block(x, ...) alone."""
     return None if _is_plain(calls) else _Search(calls, runs).run()
 
 
-def _is_plain(calls: Sequence[Call]) -> bool:
+def _is_plain(calls: Sequence[BlockCall]) -> bool:
     """Return whether each block's first argument is all of its predecessor's result."""
     first = pytree.tree_unflatten(calls[0].leaves, calls[0].tree)[0][:1]
     leaves, tree = pytree.tree_flatten(*first) if first else ([], None)
@@ -134,7 +134,7 @@ def origin_of(leaf: object) -> Origin | None:
 
 
 class _Search:
-    def __init__(self, calls: Sequence[Call], runs: Runs) -> None:
+    def __init__(self, calls: Sequence[BlockCall], runs: Runs) -> None:
         self.calls, self.runs = calls, runs
         self.named = [dict(call.named()) for call in calls]
         paths = [*dict.fromkeys(path for named in self.named for path in named)]
@@ -144,7 +144,7 @@ class _Search:
             self.passing = [p for p in paths if isinstance(self.named[0][p], Tensor)][:1]
         self.computed: dict[int, list[Any]] = {}  # by block, its results without a state
 
-    def run(self) -> Routed:
+    def run(self) -> RoutedCalls:
         tensors = [p for p in self.passing if isinstance(self.named[0].get(p), Tensor)]
         if not tensors:
             raise ShardingError.here(
@@ -165,7 +165,7 @@ class _Search:
         routes = [*zip(*(self._results(path) for path in slots))]
         x = self.named[0][tensors[0]]
         self.fill = {number: self._fill(number) for number in range(len(self.calls))}
-        return Routed(
+        return RoutedCalls(
             [self._start(path, x) for path in slots],
             [
                 (*self._arguments(number, slots), Route(tuple(results)))
@@ -217,7 +217,9 @@ class _Search:
     def _last(self, path: str, usual: int | None) -> int | None:
         """Return the last block's result that is like its argument: usually this one."""
         x, results = self.named[-1].get(path), self.calls[-1].results.leaves
-        numbers = [] if usual is None or x is None else [usual, *range(len(results))]
+        if usual is None or not isinstance(x, Tensor):
+            return None
+        numbers = [usual, *range(len(results))]
         for i, y in ((i, results[i]) for i in numbers if i < len(results)):
             if isinstance(y, Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype):
                 return i
@@ -259,12 +261,12 @@ class _Search:
         return found if self.runs.is_same(number, call, leaves, others) else {}
 
     def _arguments(self, number: int, slots: Sequence[str]) -> tuple[Any, Any]:
-        """Return a block's arguments, with Slots."""
+        """Return a block's arguments, with a StateLeaf for each value of the state."""
         leaves: list[Any] = []
         for path, leaf in self.named[number].items():
             origin = origin_of(leaf)
             if path in self.state and (origin or not number and isinstance(leaf, Tensor)):
-                leaf = Slot(slots.index(path))
+                leaf = StateLeaf(slots.index(path))
             elif origin:
                 leaf = self._computed(self._source(origin))
             elif path in self.fill[number]:

@@ -235,7 +235,16 @@ class Pipeline(StackedBlocks):
             for stack, (device, round_, slot) in zip(stacks, self.at)
         ]
         of_rows = "_" if self.is_repeated else axis
-        super().__init__(blocks, "pipeline", stacks, places, rows, mesh, of_rows, additions)
+        super().__init__(
+            blocks,
+            "pipeline",
+            stacks,
+            places,
+            rows,
+            mesh=mesh,
+            axis=of_rows,
+            additions=additions,
+        )
         self.mesh, self.axis, self.microbatches = mesh, axis, order.microbatches
         self.repeats, self.stages, self.layers = repeats, stages, len(self.slots)
         self.loss, self.row_arguments = loss, row_arguments

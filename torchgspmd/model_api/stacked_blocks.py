@@ -317,10 +317,11 @@ def _from_names_of_blocks(
     blocks = cast(StackedBlocks, module)
     for number in blocks.additions:
         own = blocks.whole(number)
-        for name in [name for name, _ in (*own.named_parameters(), *own.named_buffers())]:
+        parameters = [name for name, _ in own.named_parameters()]
+        for name in [*parameters, *(name for name, _ in own.named_buffers())]:
             if (key := f"{prefix}{number}.{name}") in state:
                 state[f"{prefix}own{number}.{name}"] = state[key]
-        for name, _ in own.named_parameters():
+        for name in parameters:
             state.pop(f"{prefix}{number}.{name}", None)
     for stack, (name_of_stack, weights) in enumerate(zip(blocks.stack_names, blocks.weights())):
         layers, shared = blocks.of_stack(stack), f"{prefix}{name_of_stack}."
