@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchgspmd as gspmd
+from torchgspmd.layout.mark import raw_mark
 
 WIDTH, LENGTH, BATCH = 4, 5, 8
 EXACT = {"rtol": 1e-9, "atol": 1e-12}  # float64
@@ -220,6 +221,8 @@ def test_a_block_with_an_addition_is_in_the_others_slots():
     names = dict(other.named_parameters())
     assert names["layers.own0.table.weight"].shape == (2 * LENGTH, 1)
     assert "layers.block.table.weight" not in names
+    gspmd.annotate(other, gspmd.Mesh(stage=4, model=2), {"layers.0.table.weight": "model _"})
+    assert str(raw_mark(names["layers.own0.table.weight"])[1]) == "model _"
     with pytest.raises(gspmd.ShardingError, match="modules that the others lack: .'norm'"):
         x = torch.randn(BATCH, LENGTH, WIDTH), torch.randint(3, (BATCH,))
         gspmd.plan(staged(Model(Longer, plain, 4), "1f1b", mesh), *x, mesh=mesh, grad=True)

@@ -63,7 +63,10 @@ def operands_read(
 
     Its operations become a part of the program only if other parts read their results.
     """
-    graph = get_proxy_mode().tracer.graph
+    if (mode := get_proxy_mode()) is None:  # sizes are looked for, without a graph
+        results = run()
+        return results, [frozenset(range(len(operands)))] * len(results[0])
+    graph = mode.tracer.graph
     numbers: dict[fx.Node | None, set[int]] = {}
     for number, operand in enumerate(operands):
         if isinstance(operand, Tensor):

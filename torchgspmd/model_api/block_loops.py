@@ -143,8 +143,9 @@ class BlockLoop:
         # A recomputed call has its value already.
         del self.calls[number:]
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        if not number and (loops := first_loops.get()) is not None:
-            first = loops.setdefault(self.module, self)
+        if not number:
+            loops = first_loops.get()
+            first = self if loops is None else loops.setdefault(self.module, self)
             self.first = None if first is self else first
         before = {path: leaf for path, leaf in self.calls[-1].named()} if self.calls else {}
         call = BlockCall(leaves, tree, [], BlockResults([], None, [], []))
@@ -214,13 +215,13 @@ class BlockLoop:
 
     def _run_alone(self, number: int, call: BlockCall) -> BlockResults:
         values = [x.value if isinstance(x, _Between) else x for x in call.leaves]
-        with _same_draws(), torch.no_grad():
+        with _apart(), torch.no_grad():
             (results, tree), reads = operands_read(self._run(number, call, values), values)
         return BlockResults(results, tree, reads, [_same(x, values) for x in results])
 
     def computed(self, number: int, call: BlockCall, leaves: Sequence[object]) -> list[Any]:
         """Return the leaves of a block's results."""
-        with _same_draws():
+        with _apart():
             results, _ = self._run(number, call, leaves)()
         # A checkpoint's own zeros ask for a gradient, which nothing wants.
         return [x.detach() if is_computed_leaf(x) else x for x in results]
@@ -229,7 +230,7 @@ class BlockLoop:
         self, number: int, call: BlockCall, leaves: Sequence[object], results: Sequence[int]
     ) -> bool:
         """Return whether a block computes these results as it did, and reads no additions."""
-        with _same_draws(), torch.no_grad():
+        with _apart(), torch.no_grad():
             found, _ = self._run(number, call, leaves)()
         before = [call.results.leaves[i] for i in results]
         shared = are_same_operations(before, [found[i] for i in results])
@@ -288,11 +289,15 @@ class BlockPlace(nn.Module):
 
 
 @contextmanager
-def _same_draws() -> Iterator[None]:
-    """Give the random numbers of the block's operations to those behind it, too."""
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
+def _apart() -> Iterator[None]:
+    """Keep nothing of a run: operations behind it draw its numbers again, and cast weights anew."""
+    state, is_cached = torch.get_rng_state(), torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # without gradients, a weight's cast has none
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_cached)
+        torch.set_rng_state(state)
 
 
 def _rows(leaves: Sequence[object]) -> int:

@@ -191,6 +191,9 @@ class StackedBlocks(nn.Module):
             for name, tensor in weights.items():
                 for layer in self.of_stack(stack):
                     yield f"{layer}.{name}", Row(tensor, self.row_axis)
+        for number in self.additions:
+            for name, tensor in self.whole(number).named_parameters():
+                yield f"{number}.{name}", Row(tensor, "")  # a tensor of its own
 
     def weights(self) -> Weights:
         # Read by name: a trace puts other tensors in their place.
