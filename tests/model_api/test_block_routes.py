@@ -228,6 +228,23 @@ def test_a_block_with_an_addition_is_in_the_others_slots():
         gspmd.plan(staged(Model(Longer, plain, 4), "1f1b", mesh), *x, mesh=mesh, grad=True)
 
 
+def test_on_one_stage_a_loop_is_pythons():
+    """Nothing runs twice: an object that the blocks write to has each value once."""
+
+    class Noting(Mixed):
+        def forward(self, x, first=None, notes=()):
+            notes.append(self.value(x))
+            return x + self.out(notes[-1]) * len(notes), first
+
+    def noting(model, x):
+        notes = []
+        for layer in model.layers:
+            x, _ = layer(x, notes=notes)
+        return x
+
+    check(Noting, noting, 2, "1f1b", "stage=1")
+
+
 def kept(model, x):
     """Read what a block returned behind the loop."""
     return mixed(model, x) + model.layers[0](x)[1]

@@ -296,9 +296,10 @@ def raise_additions(what: str, block: nn.Module, other: nn.Module) -> NoReturn:
     names = [name for name in description(block) if name not in description(other)]
     raise ShardingError.here(
         f"a block of a {what} has modules that the others lack: {names}",
-        why="it reads them in its stage, or gets other arguments, and each stage would have twice "
-        "its share of programs",
-        fix=f"fewer stages; or leave the block out of the {what}",
+        why="it reads them in its stage, or computes something else than the others for the same "
+        "arguments: each stage would have twice its share of programs",
+        fix=f"call without a cache (use_cache=False); fewer stages; leave the block out of the "
+        f"{what}",
     )
 
 

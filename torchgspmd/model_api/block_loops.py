@@ -136,7 +136,7 @@ class BlockLoop:
         self.results: list[Any] | None = None  # of a lone block's last call, as leaves
 
     def call(self, number: int, *args: object, **kwargs: object) -> Any:
-        if not is_capturing():
+        if not is_capturing() or self.module.runs_in_turn():
             return self.run_one(number, *args, **kwargs)
         if self.module.is_repeated:
             number, args, kwargs = self._again(args, kwargs)

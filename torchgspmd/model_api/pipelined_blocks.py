@@ -258,6 +258,9 @@ class Pipeline(StackedBlocks):
             return order_within(replace(self.order, memory=0), 0, True).timed(times or Times())
         return in_ticks(self.stages, self.microbatches, self.repeats, times)
 
+    def runs_in_turn(self) -> bool:
+        return self.stages == 1
+
     def kinds_of_blocks(self) -> Sequence[Hashable]:
         kinds = [self.kinds[slot] for _, _, slot in self.at]
         return [*zip(self.stacks, kinds)]
@@ -418,7 +421,7 @@ class Pipeline(StackedBlocks):
 
     def outputs_of(self, x: object, arguments: Sequence[SharedArguments]) -> Any:
         """Return the last block's result for the batch. arguments: by block."""
-        if self.stages == 1 or not is_capturing():
+        if self.runs_in_turn() or not is_capturing():
             return self.one_by_one(x, arguments)
         leaves, tree = pytree.tree_flatten(x)
         program = self._program(arguments, leaves, tree)

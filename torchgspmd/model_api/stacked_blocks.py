@@ -153,6 +153,10 @@ class StackedBlocks(nn.Module):
     def _loop(self) -> BlockLoop:
         return BlockLoop(self, self.what, self.kinds_of_blocks(), self.run_one)
 
+    def runs_in_turn(self) -> bool:
+        """Return whether a trace has one block after the other."""
+        return False
+
     def kinds_of_blocks(self) -> Sequence[Hashable]:
         """Return each block's kind."""
         return self.stacks
