@@ -37,7 +37,7 @@ from ..compat.private_apis import (
 )
 from ..layout.mesh import Mesh
 from .draws import recomputing_dispatch, region_or
-from .rewrites.mapped_functions import mapping_apply
+from .rewrites.vmapped import mapping_apply
 from .traced_values import SavedValue
 
 

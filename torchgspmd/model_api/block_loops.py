@@ -195,7 +195,7 @@ class BlockLoop:
         return block == number < len(self.calls) and self.calls[block].returned[i] is leaf
 
     def _results(self, number: int, call: BlockCall) -> BlockResults:
-        """Return what a block returns for its arguments."""
+        """Return the results of a block, for a call."""
         if self.first is not None:
             return self.first.calls[number].results
         if number and (self.module.is_repeated or self.kinds[number] == self.kinds[number - 1]):

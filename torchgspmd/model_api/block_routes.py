@@ -50,7 +50,7 @@ class Route:
 
 
 class BlockResults(NamedTuple):
-    """What a block returns.
+    """The results of a block.
 
     leaves: tensors like its own, and other values. reads: for each leaf, the numbers of the
     arguments' leaves that it is computed from. same: for each, the number of the argument that it
