@@ -23,7 +23,8 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from ..layout.mesh import Mesh
 from .block_loops import BlockLoop, SharedArguments, first_loops, results_of_loops
-from .pipelined_blocks import Pipeline, at_blocks, in_model, pipeline
+from .pipeline_of_blocks import pipeline
+from .pipelined_blocks import Pipeline, at_blocks, in_model
 
 M = TypeVar("M", bound=nn.Module)
 
