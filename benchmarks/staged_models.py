@@ -30,6 +30,7 @@ SMALL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 0,
     "max_position_embeddings": 32, "use_cache": False, "attention_dropout": 0.0,
 }  # fmt: skip
+ALIKE = {name: value for name, value in SMALL.items() if name != "head_dim"}
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": False}
 BOTH = {
     "vocab_size": WORDS, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2,
@@ -39,6 +40,18 @@ BOTH = {
 }  # fmt: skip
 CROSS = "attention_mask", "encoder_hidden_states", "encoder_attention_mask"
 LISTS = ("model.encoder.layers", "model.decoder.layers")
+T5 = {
+    "vocab_size": WORDS, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": 2,
+    "dropout_rate": 0.0, "use_cache": False, "pad_token_id": 0, "decoder_start_token_id": 0,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
+}  # fmt: skip
+BLOCKS = ("encoder.block", "decoder.block")
+SPEECH = {
+    "conv_dim": [8, 8], "conv_stride": [2, 2], "conv_kernel": [3, 3], "hidden_dropout": 0.0,
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+    "layerdrop": 0.0, "feat_proj_dropout": 0.0, "final_dropout": 0.0, "activation_dropout": 0.0,
+    "apply_spec_augment": False, "ctc_loss_reduction": "mean", "feat_extract_norm": "layer",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,13 +67,17 @@ class Model:
 
     def make(self) -> nn.Module:
         options = dict(self.options)
-        small = options.pop("instead", SMALL)
+        small, checkpoint = options.pop("instead", SMALL), options.pop("checkpoint", False)
+        attention = options.pop("attn", "sdpa")
         config = getattr(transformers, self.config)(**{**small, **options})
-        config._attn_implementation = options.get("attn", "sdpa")
+        config._attn_implementation = attention
         # grouped_mm computes in no float64
         config._experts_implementation = "batched_mm"
         torch.manual_seed(0)
-        return getattr(transformers, self.kind)(config).double().train()
+        model = getattr(transformers, self.kind)(config).double().train()
+        if checkpoint:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        return model
 
     def batch(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -73,6 +90,13 @@ class Model:
             return {"pixel_values": pixels, "labels": labels[:, 0] % 2}
         if self.inputs == "sound":
             sound = torch.randn(BATCH, 8, 24, generator=generator).double()
+            return {"input_features": sound, "labels": labels}
+        if self.inputs in ("wave", "speech"):
+            wave = torch.randn(BATCH, 64, generator=generator).double()
+            words = labels[:, :4] if self.inputs == "speech" else labels[:, 0] % 2
+            return {"input_values": wave, "labels": words}
+        if self.inputs == "features":
+            sound = torch.randn(BATCH, 24, 8, generator=generator).double()
             return {"input_features": sound, "labels": labels}
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
@@ -124,11 +148,125 @@ MODELS = {
     "whisper": Model("WhisperForConditionalGeneration", "WhisperConfig",
         {"instead": BOTH, "num_mel_bins": 8, "max_source_positions": 12,
          "max_target_positions": 16}, LISTS, "sound", CROSS),
-    "t5": Model("T5ForConditionalGeneration", "T5Config",
-        {"instead": {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_heads": 2,
-                     "num_layers": 2, "dropout_rate": 0.0, "use_cache": False, "pad_token_id": 0,
-                     "decoder_start_token_id": 0}}, ("encoder.block", "decoder.block"),
+    "phi": Model("PhiForCausalLM", "PhiConfig",
+        {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "num_key_value_heads": 4}),
+    "bloom": Model("BloomForCausalLM", "BloomConfig",
+        {"hidden_dropout": 0.0, "n_head": 4, "n_layer": 4, "attn": "eager"}, ("transformer.h",),
+        rows=("attention_mask", "alibi")),
+    "falcon": Model("FalconForCausalLM", "FalconConfig",
+        {"instead": ALIKE, "hidden_dropout": 0.0}, ("transformer.h",)),
+    "falcon_alibi": Model("FalconForCausalLM", "FalconConfig",
+        {"instead": ALIKE, "hidden_dropout": 0.0, "alibi": True}, ("transformer.h",),
+        rows=("attention_mask", "alibi")),
+    "mpt": Model("MptForCausalLM", "MptConfig",
+        {"d_model": WIDTH, "n_heads": 4, "n_layers": 4, "expansion_ratio": 2, "max_seq_len": 32,
+         "attn": "eager"},
+        ("transformer.blocks",)),
+    "gptj": Model("GPTJForCausalLM", "GPTJConfig",
+        {"n_embd": WIDTH, "n_layer": 4, "n_head": 4, "rotary_dim": 4, "n_positions": 32,
+         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, ("transformer.h",)),
+    "gpt_neo": Model("GPTNeoForCausalLM", "GPTNeoConfig",
+        {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]],
+         "window_size": 4, "embed_dropout": 0.0, "resid_dropout": 0.0, "attn": "eager"},
+        ("transformer.h",)),
+    "xlnet": Model("XLNetLMHeadModel", "XLNetConfig",
+        {"d_model": WIDTH, "n_layer": 4, "n_head": 2, "d_inner": 24, "dropout": 0.0,
+         "instead": {"vocab_size": WORDS, "pad_token_id": 0}, "attn": "eager"},
+        ("transformer.layer",), rows=("attn_mask_h", "r")),
+    "modernbert": Model("ModernBertForMaskedLM", "ModernBertConfig",
+        {"local_attention": 4, "global_attn_every_n_layers": 3, "num_hidden_layers": 6}),
+    "deberta_v2": Model("DebertaV2ForMaskedLM", "DebertaV2Config",
+        {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"],
+         "share_att_key": True, "norm_rel_ebd": "layer_norm", "hidden_dropout_prob": 0.0,
+         "attention_probs_dropout_prob": 0.0, "attn": "eager"}, ("deberta.encoder.layer",)),
+    "deberta_v2_conv": Model("DebertaV2ForMaskedLM", "DebertaV2Config",
+        {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"],
+         "share_att_key": True, "norm_rel_ebd": "layer_norm", "hidden_dropout_prob": 0.0,
+         "attention_probs_dropout_prob": 0.0, "conv_kernel_size": 3, "attn": "eager"},
+        ("deberta.encoder.layer",)),
+    "electra": Model("ElectraForMaskedLM", "ElectraConfig",
+        {"embedding_size": WIDTH, "hidden_dropout_prob": 0.0,
+         "attention_probs_dropout_prob": 0.0}, ("electra.encoder.layer",)),
+    "distilbert": Model("DistilBertForMaskedLM", "DistilBertConfig",
+        {"dim": WIDTH, "n_layers": 4, "n_heads": 4, "hidden_dim": 24, "dropout": 0.0},
+        ("distilbert.transformer.layer",)),
+    "mpnet": Model("MPNetForMaskedLM", "MPNetConfig",
+        {"attn": "eager", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        ("mpnet.encoder.layer",), rows=("attention_mask", "position_bias")),
+    "albert": Model("AlbertForMaskedLM", "AlbertConfig",
+        {"embedding_size": WIDTH, "hidden_dropout_prob": 0.0, "inner_group_num": 1,
+         "attention_probs_dropout_prob": 0.0}, ("albert.encoder.albert_layer_groups",)),
+    "clip_vision": Model("CLIPForImageClassification", "CLIPConfig",
+        {"instead": {"text_config": {}, "vision_config": {
+            "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "image_size": 16, "patch_size": 8}}},
+        ("vision_model.encoder.layers",), "pixels"),
+    "siglip": Model("SiglipForImageClassification", "SiglipConfig",
+        {"instead": {"text_config": {}, "vision_config": {
+            "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "image_size": 16, "patch_size": 8}}},
+        ("vision_model.encoder.layers",), "pixels"),
+    "dinov2": Model("Dinov2ForImageClassification", "Dinov2Config",
+        {"image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.0, "mlp_ratio": 2,
+         "attention_probs_dropout_prob": 0.0}, ("dinov2.encoder.layer",), "pixels"),
+    "wav2vec2": Model("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config",
+        {**SPEECH, "do_stable_layer_norm": False}, ("wav2vec2.encoder.layers",), "wave"),
+    "hubert": Model("HubertForSequenceClassification", "HubertConfig",
+        {**SPEECH, "do_stable_layer_norm": True}, ("hubert.encoder.layers",), "wave"),
+    "wav2vec2_ctc": Model("Wav2Vec2ForCTC", "Wav2Vec2Config",
+        {**SPEECH, "do_stable_layer_norm": False}, ("wav2vec2.encoder.layers",), "speech"),
+    "mamba": Model("MambaForCausalLM", "MambaConfig", {"state_size": 4, "attn": "eager"},
+        ("backbone.layers",)),
+    "mamba2": Model("Mamba2ForCausalLM", "Mamba2Config",
+        {"num_heads": 4, "head_dim": 8, "expand": 2, "state_size": 4, "n_groups": 1,
+         "chunk_size": 4, "attn": "eager"}, ("backbone.layers",)),
+    "bamba": Model("BambaForCausalLM", "BambaConfig",
+        {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 4,
+         "attn_layer_indices": [1, 3]}),
+    "jamba": Model("JambaForCausalLM", "JambaConfig",
+        {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2,
+         "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+         "mamba_d_state": 4, "mamba_d_conv": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}),
+    "qwen3_next": Model("Qwen3NextForCausalLM", "Qwen3NextConfig",
+        {**MIXTURE, "num_experts": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+         "linear_key_head_dim": 4, "linear_value_head_dim": 4, "num_hidden_layers": 8,
+         "shared_expert_intermediate_size": 8}),
+    "rwkv": Model("RwkvForCausalLM", "RwkvConfig",
+        {"attention_hidden_size": WIDTH, "context_length": 32, "attn": "eager"},
+        ("rwkv.blocks",), rows=()),
+    "mbart": Model("MBartForConditionalGeneration", "MBartConfig", {"instead": BOTH}, LISTS,
         rows=CROSS),
+    "pegasus": Model("PegasusForConditionalGeneration", "PegasusConfig", {"instead": BOTH}, LISTS,
+        rows=CROSS),
+    "marian": Model("MarianMTModel", "MarianConfig", {"instead": BOTH}, LISTS, rows=CROSS),
+    "blenderbot": Model("BlenderbotForConditionalGeneration", "BlenderbotConfig",
+        {"instead": BOTH}, LISTS, rows=CROSS),
+    "m2m_100": Model("M2M100ForConditionalGeneration", "M2M100Config",
+        {"instead": BOTH, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, LISTS, rows=CROSS),
+    "speech_to_text": Model("Speech2TextForConditionalGeneration", "Speech2TextConfig",
+        {"instead": BOTH, "input_feat_per_channel": 8, "conv_channels": 8,
+         "max_source_positions": 32, "max_target_positions": 16, "attn": "eager"}, LISTS,
+        "features", CROSS),
+    "mt5": Model("MT5ForConditionalGeneration", "MT5Config", {"instead": T5}, BLOCKS, rows=CROSS),
+    "t5_gated": Model("T5ForConditionalGeneration", "T5Config",
+        {"instead": {**T5, "num_layers": 5, "num_decoder_layers": 4,
+                     "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}},
+        BLOCKS, rows=CROSS),
+    "umt5": Model("UMT5ForConditionalGeneration", "UMT5Config", {"instead": T5}, BLOCKS,
+        rows=CROSS),
+    "switch": Model("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig",
+        {"instead": {**T5, "num_layers": 4, "num_experts": 2, "num_sparse_encoder_layers": 2,
+                     "num_sparse_decoder_layers": 2, "output_router_logits": False},
+         "attn": "eager"},
+        BLOCKS, rows=CROSS),
+    "t5_encoder": Model("T5ForTokenClassification", "T5Config",
+        {"instead": {**T5, "num_labels": WORDS}},
+        ("transformer.encoder.block",)),
+    "llama_tied": Model("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": True}),
+    "llama_checkpointed": Model("LlamaForCausalLM", "LlamaConfig", {"checkpoint": True}),
+    "t5_checkpointed": Model("T5ForConditionalGeneration", "T5Config",
+        {"instead": {**T5, "num_layers": 4}, "checkpoint": True}, BLOCKS, rows=CROSS),
+    "t5": Model("T5ForConditionalGeneration", "T5Config", {"instead": T5}, BLOCKS, rows=CROSS),
 }  # fmt: skip
 # Relative to a gradient's largest value. transformers computes norms, rotary tables, scores and
 # logits in float32, whatever the weights are: some hundred roundings.
@@ -185,6 +323,7 @@ def main() -> None:
             if args.only and len(args.only) == 1:
                 raise
             is_right, why = False, f"{type(error).__name__}: {error}".split("\n")[0]
+            worst = float("nan")
         right += is_right
         seconds = "" if not args.only else f" {worst:.1e}, {time.process_time() - start:.0f} s"
         print(

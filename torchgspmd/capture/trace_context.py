@@ -38,6 +38,7 @@ from ..compat.private_apis import (
 )
 from ..layout.mesh import Mesh
 from .draws import recomputing_dispatch, region_or
+from .rewrites.vmapped import mapping_apply
 from .state.symbolic_numbers import MATH, with_symbols
 from .traced_values import SavedValue
 
@@ -190,6 +191,12 @@ PATCHES = [  # features add rows
     *(
         Patch(math, name, with_symbols(name), "math.sqrt(self.step) would be one step's")
         for name in MATH
+    ),
+    Patch(
+        torch.autograd.Function,
+        "apply",
+        mapping_apply,
+        "torch.vmap refuses a Function whose forward takes a ctx",
     ),
     Patch(torch.SymBool, "__eq__", _comparison(operator.eq), _TRUTH),
     Patch(torch.SymBool, "__ne__", _comparison(operator.ne), _TRUTH),

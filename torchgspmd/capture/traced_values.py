@@ -7,7 +7,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from ..compat.operators import draws
@@ -67,6 +67,79 @@ def forget_constants(tensors: Sequence[Tensor]) -> None:
 def was_mutated(tensor: Tensor, before: Tensor) -> bool:
     """Return whether a functional tensor has another value than before."""
     return unwrap(tensor) is not before
+
+
+def operands_read(
+    run: Callable[[], tuple[list[Any], Any]], operands: Sequence[object]
+) -> tuple[tuple[list[Any], Any], list[frozenset[int]]]:
+    """Run a part of a trace; return (results, anything), and the operands that each result reads.
+
+    Its operations become a part of the program only if other parts read their results.
+    """
+    if (mode := get_proxy_mode()) is None:  # sizes are looked for, without a graph
+        results = run()
+        return results, [frozenset(range(len(operands)))] * len(results[0])
+    graph = mode.tracer.graph
+    numbers: dict[fx.Node | None, set[int]] = {}
+    for number, operand in enumerate(operands):
+        if isinstance(operand, Tensor):
+            numbers.setdefault(_node_of(operand), set()).add(number)
+    node = next(reversed(graph.nodes))
+    results = run()
+    while (node := node.next).op != "root":
+        numbers[node] = set().union(*(numbers.get(x, ()) for x in node.all_input_nodes))
+    tensors = [x if isinstance(x, Tensor) else None for x in results[0]]
+    nodes = [None if x is None else _node_of(x) for x in tensors]
+    return results, [frozenset() if x is None else frozenset(numbers.get(x, ())) for x in nodes]
+
+
+def are_same_operations(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[fx.Node] | None:
+    """Return the nodes from which both parts of a trace compute the same; None if they differ."""
+    pairs = [(_node_of(one), _node_of(other)) for one, other in zip(ones, others)]
+    seen: set[tuple[Any, Any]] = set()
+    shared: list[fx.Node] = []
+    while pairs:
+        one, other = pair = pairs.pop()
+        if pair in seen:
+            continue
+        seen.add(pair)
+        if one is other:
+            shared += [] if one is None else [one]
+            continue
+        if one is None or other is None or one.op != "call_function" or one.target != other.target:
+            return None
+        leaves, tree = pytree.tree_flatten((one.args, one.kwargs))
+        of_other, other_tree = pytree.tree_flatten((other.args, other.kwargs))
+        if tree != other_tree:
+            return None
+        for x, y in zip(leaves, of_other):
+            if isinstance(x, fx.Node) and isinstance(y, fx.Node):
+                pairs.append((x, y))
+            elif isinstance(x, fx.Node) or type(x) is not type(y) or x != y:
+                return None
+    return shared
+
+
+def reads_directly(nodes: Sequence[fx.Node], tensors: Sequence[Tensor]) -> bool:
+    """Return whether one of these nodes is a tensor's."""
+    return not {*nodes}.isdisjoint(map(_node_of, tensors))
+
+
+def is_computed_leaf(value: object) -> bool:
+    """Return whether a trace computes a tensor that has a gradient of its own."""
+    if not isinstance(value, Tensor) or not (value.requires_grad and value.is_leaf):
+        return False
+    node = _node_of(value)
+    return node is not None and node.op == "call_function"
+
+
+def _node_of(tensor: Tensor) -> fx.Node | None:
+    """Return the node of a trace that computes a tensor; None for a constant."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    value = unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor
+    slot = get_proxy_slot(value, get_proxy_mode().tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 class SavedValue:

@@ -283,6 +283,13 @@ _ROWS = (
     _Row(RuntimeError, "FunctionalTensor on its own", *_NO_VALUES),
     _Row(
         RuntimeError,
+        "vmap: It looks like you're attempting to use a Tensor in some data-dependent",
+        "the program branches on a value in a stage of a pipeline, or under torch.vmap",
+        "torch.where computes both sides; leave checks of labels out of the model",
+        "one program is made for all values, and it runs for all stages or rows",
+    ),
+    _Row(
+        RuntimeError,
         "mutating a non-functional tensor",
         "the program changes a tensor in place that is no argument and found under no name, such "
         "as a default",

@@ -1,15 +1,9 @@
-"""A loop over stacked blocks: its calls have to be a chain, since all of them run as one.
-
-    for block in blocks:        block 0 keeps x; blocks 0 to n - 2 return a value without numbers;
-        x = block(x, mask)      block n - 1 runs all blocks on x and returns the last result
-
-A block that gets another value than its predecessor's raises. So does every operation on a value
-between two blocks: no program computes it. Blocks may get arguments of their own (BlockArguments).
-"""
+"""Attributes in which like blocks differ, and what of a block no other block can stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MethodType
@@ -19,8 +13,6 @@ from torch import Tensor, nn
 
 from ..capture import is_capturing
 from ..compat.patches import setting
-from ..compat.private_apis import DisableTorchFunction
-from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from .alike import Own, keeps_own, numbers_of, own_names
 
@@ -29,118 +21,6 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _numbers: ContextVar[tuple[int, ...]] = ContextVar("numbers", default=())
 # In a module's __dict__: attribute -> each block's value and its Column's number, by block.
 _VALUES = "_values_of_blocks"
-
-# Reads of a tensor's facts.
-_FACTS = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "__len__"}
-
-
-def misused(what: str) -> ShardingError:
-    return ShardingError.here(
-        f"{what} in a loop over blocks that run as one",
-        why="the loop of a stack or pipeline computes `x = block(x, ...)` for all blocks at once",
-        fix="put what stands between two calls into the blocks, and pass all blocks the same",
-    )
-
-
-class _Between(Tensor):
-    """A value between two blocks, which has a shape and no numbers."""
-
-    @staticmethod
-    def like(x: Tensor) -> Tensor:
-        """Return one with a tensor's shape and type."""
-        return Tensor._make_wrapper_subclass(_Between, x.shape, dtype=x.dtype, device=x.device)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _FACTS:
-            with DisableTorchFunction():
-                return func(*args, **(kwargs or {}))
-        raise misused(f"{getattr(func, '__name__', func)} reads a value between two blocks")
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        raise misused(f"{func} reads a value between two blocks")
-
-
-class SharedArguments(NamedTuple):
-    """Arguments of a block, besides the previous block's result."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}
-
-
-class EachArguments(tuple[SharedArguments, ...]):
-    """The arguments of each block, as a loop over the blocks has passed them."""
-
-
-class BlockCalls:
-    """The calls of one loop over blocks.
-
-    count: the blocks. run_all: runs all blocks, on a value and EachArguments. run_one: runs the
-    block with a number.
-    """
-
-    def __init__(
-        self, count: int, run_all: Callable[..., Any], run_one: Callable[..., Any]
-    ) -> None:
-        self.count, self.run_all, self.run_one = count, run_all, run_one
-        self.first: Any = None
-        self.arguments: list[SharedArguments] = []
-        self.between: list[tuple[list[Any], Any]] = []
-
-    def call(self, number: int, x: object, *args: object, **kwargs: object) -> Any:
-        if not is_capturing():
-            return self.run_one(number, x, *args, **kwargs)
-        taken = pytree.tree_flatten(x)
-        if not number:
-            self.first, self.between = x, []
-        elif len(self.between) < number or not _are_same(taken, self.between[number - 1]):
-            raise misused(f"block {number} does not get the result of block {number - 1}")
-        self.arguments[number:] = [SharedArguments(args, kwargs)]
-        if number == self.count - 1:
-            return self.run_all(self.first, EachArguments(self.arguments))
-        leaves = [_Between.like(x) if isinstance(x, Tensor) else x for x in taken[0]]
-        # A recomputed call has its value already.
-        self.between[number:] = [(leaves, taken[1])]
-        return pytree.tree_unflatten(leaves, taken[1])
-
-
-class BlockPlace(nn.Module):
-    """A block in a loop. Its attributes are those of the block that stands for all."""
-
-    def __init__(self, block: nn.Module, calls: BlockCalls, number: int) -> None:
-        super().__init__()
-        # No submodule: a loop adds no modules to the model.
-        vars(self).update(_block=block, _calls=calls, _number=number)
-        self.training = block.training
-
-    def __getattr__(self, name: str) -> Any:
-        with of_blocks(vars(self)["_number"]):
-            return getattr(vars(self)["_block"], name)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        raise ShardingError.here(
-            f"block {self._number} of a loop over stacked blocks is asked for its parameters",
-            why="all blocks' weights are rows of one parameter",
-            fix="freeze blocks, and register hooks, before they are stacked",
-        )
-
-    def forward(self, x: object, *args: object, **kwargs: object) -> Any:
-        return self._calls.call(self._number, x, *args, **kwargs)
-
-
-def _are_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
-    """Return whether two flat trees have the same tensors, and equal other leaves."""
-    return one[1] == other[1] and all(map(is_same, one[0], other[0]))
-
-
-def is_same(one: object, other: object) -> bool:
-    """Return whether two leaves are one tensor, or equal other values."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    return one is other or bool(one == other)
 
 
 # blocks[0].layer_idx = 0; blocks[1].layer_idx = 1    ->    block.layer_idx: 0, 1
@@ -164,6 +44,51 @@ def differing_attributes(blocks: Sequence[nn.Module]) -> dict[str, dict[str, Col
     owns = [own_names(each) for each in blocks]
     found = {name: _differing([each[name] for each in named], owns) for name in named[0]}
     return {name: differing for name, differing in found.items() if differing}
+
+
+def description(block: nn.Module) -> dict[str, object]:
+    """Return the types of a block's modules, and shapes of its tensors, by their names."""
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    types = {name or type(m).__name__: type(m) for name, m in block.named_modules()}
+    return {**types, **{name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors}}
+
+
+def without_additions(
+    blocks: Sequence[nn.Module],
+) -> tuple[list[nn.Module], dict[int, nn.Module]]:
+    """Take the modules and tensors from blocks that other blocks lack.
+
+    Returns:
+        The blocks, and by number those that have more, without the parameters that all have.
+    """
+    described = [description(block) for block in blocks]
+    alike, additions = [*blocks], dict[int, nn.Module]()
+    for number, (block, own) in enumerate(zip(blocks, described)):
+        smaller = [each for each in described if each.items() < own.items()]
+        if smaller:
+            least = min(smaller, key=len)
+            alike[number], rest = (_shared_copy(block) for _ in range(2))
+            for table, last in _entries(alike[number], own.keys() - least.keys()):
+                del table[last]
+            shared = {name for name, _ in block.named_parameters()} & least.keys()
+            for table, last in _entries(rest, shared):
+                # functional_call puts a tensor in the place of a parameter that is None.
+                table[last] = None
+            additions[number] = rest
+    return alike, additions
+
+
+def _shared_copy(block: nn.Module) -> nn.Module:
+    """Return a copy of a block that has the block's parameters."""
+    return copy.deepcopy(block, {id(x): x for x in block.parameters()})
+
+
+def _entries(block: nn.Module, names: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the tables of a block's modules that have these names, and the key of each."""
+    modules = dict(block.named_modules())
+    for owner, _, last in (name.rpartition(".") for name in names):
+        tables = (vars(modules[owner])[key] for key in ("_parameters", "_modules", "_buffers"))
+        yield from ((table, last) for table in tables if last in table)
 
 
 def hooks_of(block: nn.Module) -> list[object]:

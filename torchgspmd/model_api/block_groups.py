@@ -9,33 +9,35 @@ program. A place's row of a weight is [...] outside of the loop, and [groups, ..
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
 from ..capture.rewrites.loop_trace import run_loop
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, did_you_mean
+from ..errors import ShardingError
 from .alike import Alike, numbered, own_names
-from .block_calls import SharedArguments, differing_attributes, hooks_of, is_same, misused
+from .block_arguments import BlockArguments, PlaceArguments
+from .block_calls import description, differing_attributes, hooks_of
 
 
 class GroupPlace(NamedTuple):
     """A part of the program that stands for blocks.
 
-    numbers: theirs. slots: those with these blocks, by group. stack: of their weights.
+    numbers: theirs. slots: those with these blocks, by group. stack: of their weights. rows: the
+    slots' rows of weights, which slots share if a slot of a pipeline is split.
     """
 
     numbers: tuple[int, ...]
     slots: tuple[int, ...]
     stack: int
+    rows: tuple[int, ...]
     arguments: PlaceArguments
 
 
 def groups_of(
-    kinds: Sequence[int], slots: Sequence[Sequence[int]], arguments: BlockArguments
+    kinds: Sequence[Hashable], slots: Sequence[Sequence[int]], arguments: BlockArguments
 ) -> Repeats:
     """Return the groups of slots that repeat with their arguments. kinds: the slots'."""
     exact, own = (find_repeats([*zip(kinds, arguments.kinds(slots, own))]) for own in (False, True))
@@ -48,8 +50,13 @@ def places_of(
     slots: Sequence[Sequence[int]],
     stacks: Sequence[int],
     arguments: BlockArguments,
+    rows: Sequence[int] = (),
 ) -> list[GroupPlace]:
-    """Return the program's places. slots: each one's block numbers. stacks: by block."""
+    """Return the program's places.
+
+    slots: each one's block numbers. stacks: by block. rows: by slot; a slot's number if empty.
+    """
+    rows = rows or range(len(slots))
     found: list[GroupPlace] = []
     groups = [
         tuple(repeats.before + place + repeats.period * i for i in range(repeats.count))
@@ -58,7 +65,9 @@ def places_of(
     before, after = range(repeats.before), range(repeats.end, len(slots))
     for own in (*((slot,) for slot in before), *groups, *((slot,) for slot in after)):
         numbers = tuple(number for slot in own for number in slots[slot])
-        found.append(GroupPlace(numbers, own, stacks[numbers[0]], arguments.of(numbers)))
+        of_slots = tuple(rows[slot] for slot in own)
+        place = GroupPlace(numbers, own, stacks[numbers[0]], of_slots, arguments.of(numbers))
+        found.append(place)
     return found
 
 
@@ -68,11 +77,25 @@ def rows_of_places(
     """Return each place's rows of weights, which are [slots of the stack, ...], by stack."""
     found: list[dict[str, Tensor]] = [{} for _ in places]
     for stack, named in enumerate(weights):
-        own = [i for i, place in enumerate(places) if place.stack == stack]
+        numbers = [i for i, place in enumerate(places) if place.stack == stack]
+        own = [places[i] for i in numbers]
+        of_slots = sorted({row for place in own for row in place.rows})
+        is_split = sum(len(place.rows) for place in own) > len(of_slots)
         for name, w in named.items():
-            for i, row in zip(own, rows_by_place([places[i] for i in own], repeats, w)):
+            if is_split:
+                rows = [_picked([of_slots.index(row) for row in p.rows], w) for p in own]
+            else:
+                rows = rows_by_place(own, repeats, w)
+            for i, row in zip(numbers, rows):
                 found[i][name] = row
     return found
+
+
+def _picked(rows: Sequence[int], w: Tensor) -> Tensor:
+    """Return the row of a tensor; those of a group, which are equally far apart."""
+    if len(rows) == 1:
+        return w[rows[0]]
+    return w[rows[0] : rows[-1] + 1 : rows[1] - rows[0]]
 
 
 def rows_by_place(places: Sequence[GroupPlace], repeats: Repeats, w: Tensor) -> list[Tensor]:
@@ -216,7 +239,7 @@ def _filled(
 def stacks_of(blocks: Sequence[nn.Module]) -> list[int]:
     """Return the number of each block's stack: blocks that differ in the values of weights."""
     owns = [own_names(block) for block in blocks]
-    described = [(_description(block), [*block.buffers()], hooks_of(block)) for block in blocks]
+    described = [(description(block), [*block.buffers()], hooks_of(block)) for block in blocks]
 
     def same(i: int, j: int) -> bool:
         one, other = described[i], described[j]
@@ -230,17 +253,21 @@ def stacks_of(blocks: Sequence[nn.Module]) -> list[int]:
     return numbered(range(len(blocks)), same)
 
 
-def kinds_of(blocks: Sequence[nn.Module], stacks: Sequence[int]) -> list[int]:
+def kinds_of(
+    blocks: Sequence[nn.Module], stacks: Sequence[int], apart: Collection[int] = ()
+) -> list[int]:
     """Return the number of each block's kind.
 
     An attribute of which no value repeats, such as a layer's number, says nothing of its kind.
+    apart: blocks that may differ from all others.
     """
     values: list[tuple[int, ...]] = [(stack,) for stack in stacks]
     for stack in dict.fromkeys(stacks):
         layers = [layer for layer, each in enumerate(stacks) if each == stack]
         for differing in differing_attributes([blocks[layer] for layer in layers]).values():
             for column in differing.values():
-                if max(column.numbers) + 1 < len(layers):
+                others = {n for layer, n in zip(layers, column.numbers) if layer not in apart}
+                if len(others) > 1 and max(column.numbers) + 1 < len(layers):
                     for layer, number in zip(layers, column.numbers):
                         values[layer] += (number,)
     return numbered(values, lambda a, b: a == b)
@@ -248,7 +275,7 @@ def kinds_of(blocks: Sequence[nn.Module], stacks: Sequence[int]) -> list[int]:
 
 def raise_unlike(blocks: Sequence[nn.Module], what: str) -> NoReturn:
     """Raise ShardingError that names the first difference of blocks that do not repeat."""
-    first, *others = map(_description, blocks)
+    first, *others = map(description, blocks)
     for i, other in enumerate(others, 1):
         if differ := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
             raise ShardingError.here(
@@ -263,128 +290,13 @@ def raise_unlike(blocks: Sequence[nn.Module], what: str) -> NoReturn:
     )
 
 
-def _description(block: nn.Module) -> dict[str, object]:
-    """Return the types of a block's modules, and shapes of its tensors, by their names."""
-    tensors = (*block.named_parameters(), *block.named_buffers())
-    types = {name or type(m).__name__: type(m) for name, m in block.named_modules()}
-    return {**types, **{name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors}}
-
-
-# Arguments of the blocks in a loop: which all share, and which each block has for itself.
-
-
-class BlockArguments:
-    """The arguments of all blocks. Some tensors have a row for each batch row.
-
-    row_tensors: the latter, [batch, ...].
-    """
-
-    def __init__(self, each: Sequence[SharedArguments]) -> None:
-        """Take the arguments of each block."""
-        self.leaves: list[list[Any]] = []
-        self.trees: list[Any] = []
-        known: dict[int, tuple[list[Any], Any]] = {}
-        for arguments in each:
-            if id(arguments) not in known:
-                known[id(arguments)] = pytree.tree_flatten(tuple(arguments))
-            leaves, tree = known[id(arguments)]
-            self.leaves.append(leaves)
-            self.trees.append(tree)
-        self.each, self.row_tensors = each, dict[int, Tensor]()
-
-    def divide_rows(self, block: nn.Module, names: Sequence[str] | None, batch: int) -> None:
-        """Find the tensors that have a row for each batch row.
-
-        Args:
-            block: A block, whose forward names the positional arguments.
-            names: Names for the arguments that have such rows; None: there are none.
-            batch: Number of batch rows.
-        """
-        found: list[str] = []
-        for leaves, shared in {id(a): (x, a) for x, a in zip(self.leaves, self.each)}.values():
-            of_leaves = _names(shared, block)
-            found += of_leaves
-            for name, leaf in zip(of_leaves, leaves):
-                # A size other than the batch's cannot be divided: all stages get such a tensor.
-                if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch:
-                    continue
-                if names is None:
-                    raise ShardingError.here(
-                        f"argument '{name}' of a pipeline has {batch} rows, as many as the batch",
-                        why="a stage computes on a part of the batch",
-                        fix=f"pass rows=('{name}',), which gives it the same part of the argument, "
-                        "or rows=(), which gives all",
-                    )
-                if name in names:
-                    self.row_tensors[id(leaf)] = leaf
-        if unknown := set(names or ()) - {*found, *inspect.signature(block.forward).parameters}:
-            raise ShardingError.here(
-                f"rows of a pipeline names an argument '{min(unknown)}', which its blocks lack",
-                fix=did_you_mean(min(unknown), dict.fromkeys(found)),
-            )
-
-    def kinds(self, slots: Sequence[Sequence[int]], own: bool) -> list[int]:
-        """Number the arguments of slots, the same ones alike. slots: block numbers of each.
-
-        own: tensors of one shape are alike, since each block may have its own.
-        """
-        firsts = [slot[0] for slot in slots]
-        return numbered(firsts, lambda a, b: self._are_alike(a, b, own))
-
-    def _are_alike(self, one: int, other: int, own: bool) -> bool:
-        if self.each[one] is self.each[other]:
-            return True
-        return self.trees[one] == self.trees[other] and all(
-            is_same(a, b) or own and self._may_differ(a, b)
-            for a, b in zip(self.leaves[one], self.leaves[other])
-        )
-
-    def _may_differ(self, one: object, other: object) -> bool:
-        """Return whether two tensors can be rows of one, by block."""
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-            return False
-        in_rows = id(one) in self.row_tensors or id(other) in self.row_tensors
-        return not in_rows and (one.shape, one.dtype) == (other.shape, other.dtype)
-
-    def of(self, blocks: Sequence[int]) -> PlaceArguments:
-        """Return the arguments of blocks that run one program; raise if they do not fit."""
-        first = blocks[0]
-        for block in blocks[1:]:
-            if not self._are_alike(first, block, own=True):
-                raise misused(f"block {block} gets other arguments than block {first}")
-        own: dict[int, list[Tensor]] = {}
-        for i, leaf in enumerate(self.leaves[first]):
-            values = [self.leaves[block][i] for block in blocks]
-            if not all(is_same(leaf, value) for value in values):
-                own[i] = values
-        return PlaceArguments(self, first, own)
-
-
-class PlaceArguments(NamedTuple):
-    """Arguments of blocks that run one program.
-
-    first: the first of these blocks. own: tensors that each has for itself, by leaf and block.
-    """
-
-    all: BlockArguments
-    first: int
-    own: dict[int, list[Tensor]]
-
-    def filled(self, own: Sequence[Tensor], rows: Mapping[int, Tensor]) -> SharedArguments:
-        """Return a block's arguments.
-
-        own: its own tensors, in order. rows: a microbatch's rows, by the id of the batch's tensor.
-        """
-        leaves = [rows.get(id(leaf), leaf) for leaf in self.all.leaves[self.first]]
-        for i, x in zip(self.own, own):
-            leaves[i] = x
-        return SharedArguments(*pytree.tree_unflatten(leaves, self.all.trees[self.first]))
-
-
-def _names(shared: SharedArguments, block: nn.Module) -> list[str]:
-    """Name the argument that each leaf belongs to."""
-    parameters = [*inspect.signature(block.forward).parameters][1:]
-    # Arguments that *args take have no names: their numbers stand for them.
-    parameters += [f"{i + 1}" for i in range(len(parameters), len(shared.args))]
-    named = [*zip(parameters, shared.args), *shared.kwargs.items()]
-    return [name for name, value in named for _ in pytree.tree_leaves(value)]
+def raise_additions(what: str, block: nn.Module, other: nn.Module) -> NoReturn:
+    """Raise ShardingError for a block that reads modules which those in its slots lack."""
+    names = [name for name in description(block) if name not in description(other)]
+    raise ShardingError.here(
+        f"a block of a {what} has modules that the others lack: {names}",
+        why="it reads them in its stage, or computes something else than the others for the same "
+        "arguments: each stage would have twice its share of programs",
+        fix=f"call without a cache (use_cache=False); fewer stages; leave the block out of the "
+        f"{what}",
+    )

@@ -22,8 +22,9 @@ from ..compat.patches import setting
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from ..layout.mesh import Mesh
-from .block_calls import SharedArguments
-from .pipelined_blocks import Pipeline, at_blocks, in_model, pipeline
+from .block_loops import BlockLoop, SharedArguments, first_loops, results_of_loops
+from .pipeline_of_blocks import pipeline
+from .pipelined_blocks import Pipeline, at_blocks, in_model
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -121,7 +122,7 @@ def pipeline_model(
         assert isinstance(pipe, Pipeline)
         is_trained = self.training and torch.is_grad_enabled() and pipe.runs_by_schedule()
         if not is_trained or at_blocks.get() is not None:
-            return kind.forward(self, *args, **kwargs)
+            return results_of_loops(kind.forward(self, *args, **kwargs))
         return _Step(lambda *a, **k: kind.forward(self, *a, **k), pipe, (args, kwargs)).run()
 
     # A class of its own, as torch's fully_shard does: the instance may be copied.
@@ -142,6 +143,7 @@ class _Step:
         self.forward, self.pipe = forward, pipe
         self.leaves, self.tree = pytree.tree_flatten(arguments)
         self.before: dict[Pipeline, object] = {}  # results of the lists that forward calls before
+        self.loops: dict[nn.Module, BlockLoop] = {}
         self.results: list[Any] = []
         self.tree_of_results: Any = None
 
@@ -154,6 +156,13 @@ class _Step:
             for i, leaf in enumerate(self.leaves)
             if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
         }
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        if tensors and not rows:
+            raise ShardingError.here(
+                f"the layers take {batch} rows, and no argument of the model has as many",
+                why="a microbatch is a part of dimension 0, of the arguments and of this value",
+                fix="put the batch into dimension 0 before the layers",
+            )
         rows |= {f"{_BEFORE}{i}": value for i, value in enumerate(self.before.values())}
         loss = self.pipe.scheduled(self._behind, x, arguments, rows)
         results = [loss if value is _LOSS else value for value in self.results]
@@ -166,7 +175,7 @@ class _Step:
             if pipe is self.pipe:
                 raise _Entered(x, arguments)
             if pipe in self.before:
-                raise _two_pipelines()
+                raise _called_twice()
             self.before[pipe] = pipe.outputs_of(x, arguments)
             return self.before[pipe]
 
@@ -182,7 +191,12 @@ class _Step:
     def _behind(self, y: object, **rows: Any) -> Tensor:
         """Return a microbatch's loss for the last stage's result."""
 
+        called: set[Pipeline] = set()
+
         def leave(pipe: Pipeline, *_: object) -> object:
+            if pipe in called:
+                raise _called_twice()
+            called.add(pipe)
             if pipe is self.pipe:
                 return y
             if pipe not in self.before:
@@ -207,8 +221,8 @@ class _Step:
 
     def _call(self, leaves: Sequence[object], stand_in: Callable[..., Any]) -> Any:
         args, kwargs = pytree.tree_unflatten([*leaves], self.tree)
-        with setting(at_blocks, stand_in):
-            return self.forward(*args, **kwargs)
+        with setting(at_blocks, stand_in), setting(first_loops, self.loops):
+            return results_of_loops(self.forward(*args, **kwargs))
 
 
 _LOSS, _BEFORE = object(), "before"
@@ -219,6 +233,14 @@ def _two_pipelines() -> ShardingError:
         "a model of pipeline_model has two pipelines",
         why="a microbatch passes each list of layers once",
         fix="name all lists in one call of pipeline_model, in the order of their calls",
+    )
+
+
+def _called_twice() -> ShardingError:
+    return ShardingError.here(
+        "forward calls layers that are stages of a pipeline a second time",
+        why="a microbatch passes each list of layers once",
+        fix="use a list with an entry for each call, or pipeline for the layers alone",
     )
 
 

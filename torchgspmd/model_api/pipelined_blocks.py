@@ -15,7 +15,7 @@ other axes are sharded inside the stages as ever. Source: GSPMD paper, section 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ..capture import is_capturing
@@ -37,135 +36,35 @@ from ..capture.rewrites.loop_trace import (
 )
 from ..capture.rewrites.microbatches import divided, joined
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, did_you_mean
-from ..features.pipelines.list_scheduler import DUAL, Order, order_within
-from ..features.pipelines.schedule import Schedule, Times, check_schedule, in_ticks
-from ..layout.layout_rules import mesh_of
+from ..features.pipelines.list_scheduler import Order, order_within
+from ..features.pipelines.schedule import Schedule, Times, in_ticks
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
-from .block_calls import SharedArguments, of_blocks
+from .block_arguments import BlockArguments
+from .block_calls import of_blocks, without_additions
 from .block_groups import (
-    BlockArguments,
     GroupPlace,
     Repeats,
+    Slots,
     find_slots,
     groups_of,
     kinds_of,
     places_of,
+    raise_additions,
     raise_unlike,
     rows_by_place,
     rows_of_places,
     run_places,
     stacks_of,
 )
+from .block_loops import EachArguments, SharedArguments
 from .scheduled import ScheduledStages, only
 from .stacked_blocks import StackedBlocks, Weights, check_blocks
 
 Loss = Callable[..., Tensor]
 # What a call of the blocks does while pipeline_model runs the model around them.
 at_blocks: ContextVar[Callable[..., Any] | None] = ContextVar("at_blocks", default=None)
-
-
-def pipeline(
-    blocks: Iterable[nn.Module],
-    mesh: Mesh | DeviceMesh,
-    axis: str = "stage",
-    *,
-    microbatches: int,
-    schedule: str = "auto",
-    repeats: int = 1,
-    recompute: bool = False,
-    loss: Loss | None = None,
-    memory: int | None = None,
-    rows: Sequence[str] | None = None,
-) -> nn.Module:
-    """Return a module that computes `for block in blocks: x = block(x)` as a pipeline.
-
-    On one device it is that loop. Its state_dict has the names that nn.ModuleList(blocks) has.
-
-    Args:
-        blocks: Modules with the same parameters and code, or of several kinds in an order that
-            gives all stages one program. Each takes the previous one's result: a tensor, or tuples,
-            lists and dicts of tensors, with the batch in dimension 0.
-        mesh: The devices, also as torch's DeviceMesh.
-        axis: The axis whose devices are the stages.
-        microbatches: Number of parts into which the batch is divided.
-        schedule: "gpipe": a stage has neighboring blocks. "circular": a stage has `repeats` groups
-            of blocks, and each microbatch goes round `repeats` times; less time is lost at the
-            start and the end. "auto": circular if there are repeats.
-        repeats: How often a microbatch passes each stage.
-        recompute: Whether the backward computes the stages again, so that only values between
-            stages are kept.
-        loss: The part behind the blocks. It takes the last block's result for a microbatch, and the
-            microbatch's part of the call's keyword arguments, and returns a loss. The module
-            returns the mean over the microbatches then, and backwards run between forwards: "1f1b",
-            "zero_bubble" (weight gradients fill gaps), "gpipe" (all forwards first). "auto" is the
-            zero-bubble schedule that loses least time within `memory`. With two repeats 1F1B is
-            interleaved, and zero-bubble is a V: the second round goes back. "dualpipev" is such a V
-            in which a forward is beside another microbatch's backward (DeepSeek-V3).
-        memory: With a loss, the bytes that a device may keep for backwards; None: with "auto" and
-            "zero_bubble" 1F1B's activations, one for each stage.
-        rows: Names of further arguments that have a row for each batch row, such as a padding mask:
-            a stage gets its microbatch's rows.
-
-    Returns:
-        A module that is called with the batch, and with further arguments that all blocks get
-        (masks, rotary tables). With a loss these are positional.
-
-    Raises:
-        ShardingError: Stages would differ, the mesh lacks the axis, or the batch is not divided by
-            the microbatches.
-
-    Example:
-        >>> from torchgspmd import Mesh, plan
-        >>> blocks = [torch.nn.Linear(8, 8) for _ in range(4)]
-        >>> model = pipeline(blocks, Mesh(stage=4), microbatches=8)
-        >>> x = torch.ones(16, 8)
-        >>> [(c.kind, c.count) for c in plan(model, x, mesh=Mesh(stage=4)).collectives][0]
-        ('permute', 11)
-    """
-    mesh = mesh_of(mesh)
-    if axis not in mesh.names:
-        raise ShardingError.here(
-            f"pipeline names axis '{axis}', which mesh {mesh} does not have",
-            fix=did_you_mean(axis, mesh.names),
-        )
-    check_schedule(schedule, repeats, microbatches, loss, memory)
-    stages = mesh.count((axis,))
-    if repeats > 1 and microbatches < stages:
-        raise ShardingError.here(
-            f"a circular pipeline has {stages} stages and {microbatches} microbatches",
-            why="a microbatch comes round when all others have been begun",
-            fix="use as many microbatches as stages, or more",
-        )
-    if schedule == DUAL:
-        repeats = _repeats_of_dual_pipe(stages, microbatches, repeats)
-    vee = loss is not None and schedule in ("auto", "zero_bubble", DUAL) and repeats == 2
-    order = Order(
-        schedule,
-        stages,
-        microbatches,
-        memory=memory or 0,
-        recompute=recompute,
-        rounds=repeats,
-        vee=vee,
-    )
-    return Pipeline(list(blocks), mesh, axis, order, loss, rows)
-
-
-def _repeats_of_dual_pipe(stages: int, microbatches: int, repeats: int) -> int:
-    """Return the number of stages that a device has; raise a ShardingError if there is no order."""
-    if repeats <= 2 and microbatches >= 2 * stages:
-        return 2
-    raise ShardingError.here(
-        f"schedule '{DUAL}' is used with {repeats} repeats and {microbatches} microbatches on "
-        f"{stages} devices",
-        why="a device has two stages, and pairs the forward of one microbatch with the backward of "
-        "another",
-        fix=f"use {2 * stages} microbatches or more, and no other repeats than 2; "
-        "or schedule='zero_bubble'",
-    )
 
 
 def in_model(*_: object) -> Tensor:
@@ -177,13 +76,15 @@ class _StageProgram(NamedTuple):
     """A stage's program for a call: places for its slots, in groups that repeat.
 
     tree: of the value that passes from block to block. rows: arguments with a row for each batch
-    row, by id.
+    row, by id. at: the device, round and slot of each block. slots: how many a stage has.
     """
 
     tree: Any
     repeats: Repeats
     places: list[GroupPlace]
     rows: dict[int, Tensor]
+    at: dict[int, tuple[int, int, int]]
+    slots: int
 
 
 class Pipeline(StackedBlocks):
@@ -204,27 +105,45 @@ class Pipeline(StackedBlocks):
         # A stage with twice its share of slots would leave half of them out.
         share = -(-len(blocks) // (stages * repeats))
         slots = find_slots(stacks, stages * repeats, 2 * share - 1)
+        # A block that has more than others, as T5's first, can be in their slots.
+        alike, additions = without_additions(blocks)
+        if additions and (slots is None or len(slots.kinds) > share):
+            own = find_slots(stacks_of(alike), stages * repeats, 2 * share - 1)
+            if own and (slots is None or len(own.kinds) < len(slots.kinds)):
+                slots, blocks, stacks = own, alike, stacks_of(alike)
         if slots is None:
             raise_unlike(blocks, "pipeline")
+        additions = additions if blocks is alike else {}
         # Kinds that do not fit are left to the program: it may read none of their values.
         limit = 2 * len(slots.kinds) - 1
-        slots = find_slots(kinds_of(blocks, stacks), stages * repeats, limit) or slots
+        kinds = kinds_of(blocks, stacks, additions)
+        slots = find_slots(kinds, stages * repeats, limit) or slots
         self.slots, self.kinds = slots.blocks(), slots.kinds
         of_slots = [stacks[numbers[0]] for numbers in self.slots]
-        self.at = [
-            (order.places.device(stage), order.places.round(stage), slot)
-            for stage, slot in slots.places
-        ]
+        self.order, self.found, self.at = order, slots, _at(order, slots)
+        # A model whose layers are one (ALBERT) calls it again: all stages have its weights.
+        self.is_repeated = len(blocks) == 1 and loss is in_model
         rows = [stages * repeats * of_slots.count(stack) for stack in dict.fromkeys(stacks)]
+        rows = [1] if self.is_repeated else rows
         # A device's rows are together, round by round; rows without a block pass their input on.
         places = [
             (device * repeats + round_) * of_slots.count(stack) + of_slots[:slot].count(stack)
             for stack, (device, round_, slot) in zip(stacks, self.at)
         ]
-        super().__init__(blocks, "pipeline", stacks, places, rows, mesh=mesh, axis=axis)
+        of_rows = "_" if self.is_repeated else axis
+        super().__init__(
+            blocks,
+            "pipeline",
+            stacks,
+            places,
+            rows,
+            mesh=mesh,
+            axis=of_rows,
+            additions=additions,
+        )
         self.mesh, self.axis, self.microbatches = mesh, axis, order.microbatches
         self.repeats, self.stages, self.layers = repeats, stages, len(self.slots)
-        self.order, self.loss, self.row_arguments = order, loss, row_arguments
+        self.loss, self.row_arguments = loss, row_arguments
 
     def schedule(self, times: Times | None = None) -> Schedule:
         """Return the schedule for all devices. times: how long a stage's pieces take.
@@ -234,6 +153,13 @@ class Pipeline(StackedBlocks):
         if self.loss is not None:
             return order_within(replace(self.order, memory=0), 0, True).timed(times or Times())
         return in_ticks(self.stages, self.microbatches, self.repeats, times)
+
+    def runs_in_turn(self) -> bool:
+        return self.stages == 1
+
+    def kinds_of_blocks(self) -> Sequence[Hashable]:
+        kinds = [self.kinds[slot] for _, _, slot in self.at]
+        return [*zip(self.stacks, kinds)]
 
     def extra_repr(self) -> str:
         return (
@@ -290,7 +216,7 @@ class Pipeline(StackedBlocks):
         of_rounds = [
             [each.flatten(0, 1) for each in w.unflatten(0, shape).unbind(1)] for w in stacked
         ]
-        is_block = self._is_block(leaves[0].device).unbind(1)
+        is_block = self._is_block(program, leaves[0].device).unbind(1)
 
         def stages(
             round_: int, state: Sequence[Tensor], rows: Sequence[Tensor]
@@ -313,8 +239,9 @@ class Pipeline(StackedBlocks):
             return _of_all_stages(one, [*state[:count]], [*rows[: len(tensors)]])
 
         run = ScheduledStages(stages, losses, self._along, self.axis, self.order)
-        parts = [divided(each, self.microbatches) for each in (*leaves, *passing.values())]
-        return run(parts, [divided(t, self.microbatches) for t in (*tensors, *still.values())])
+        batch = leaves[0].shape[0]
+        parts = [self._divided(each, batch) for each in (*leaves, *passing.values())]
+        return run(parts, [self._divided(t, batch) for t in (*tensors, *still.values())])
 
     def _program(
         self, arguments: Sequence[SharedArguments], leaves: Sequence[Tensor], tree: object
@@ -323,20 +250,59 @@ class Pipeline(StackedBlocks):
         own = BlockArguments(arguments)
         with of_blocks(0):
             own.divide_rows(self.block, self.row_arguments, leaves[0].shape[0])
-        repeats = groups_of(self.kinds, self.slots, own)
-        places = places_of(repeats, self.slots, self.stacks, own)
-        return _StageProgram(tree, repeats, places, own.row_tensors)
+        # Blocks of one slot whose arguments differ are in slots of their own, of which a stage has
+        # one. The limit is that for kinds of blocks.
+        filled = arguments.filled if isinstance(arguments, EachArguments) else frozenset[int]()
+        apart = self.additions - filled
+        found, stacks = self.found, self.stacks
+        if self.is_repeated:  # each of its calls is a block
+            stacks = [0] * len(arguments)
+            found = find_slots(stacks, self.stages * self.repeats, len(stacks)) or found
+        all_slots, of_blocks_at = found.blocks(), _at(self.order, found)
+        parts = own.split(all_slots, apart)
+        if len(parts) >= 2 * len(all_slots):
+            if apart:
+                raise_additions(self.what, self.whole(min(apart)), self.block_of(min(apart)))
+            parts = [*enumerate(all_slots)]
+        rows, slots = [slot for slot, _ in parts], [blocks for _, blocks in parts]
+        kinds = [(found.kinds[i], b[0] if b[0] in apart else -1) for i, b in parts]
+        repeats = groups_of(kinds, slots, own)
+        places = places_of(repeats, slots, stacks, own, rows)
+        at = {
+            number: (*of_blocks_at[number][:2], slot)
+            for slot, blocks in enumerate(slots)
+            for number in blocks
+        }
+        return _StageProgram(tree, repeats, places, own.row_tensors, at, len(slots))
+
+    def _divided(self, x: Tensor, batch: int) -> Tensor:
+        """Split a tensor with rows of the batch into [microbatches, rows, ...].
+
+        It may have several rows for each of the batch, one after the other.
+        """
+        if x.shape[0] == batch or not batch:
+            return divided(x, self.microbatches)
+        return divided(x.unflatten(0, (batch, -1)), self.microbatches).flatten(1, 2)
 
     def _stacked_rows(self, program: _StageProgram) -> tuple[Weights, list[list[Tensor]]]:
         """Return the weights, and the places' own arguments: [stages x repeats x slots, ...]."""
-        return self.weights(), [
-            [self._own_rows(place, values) for values in place.arguments.own.values()]
+        weights = self.weights()
+        if self.is_repeated:
+            count = self.stages * self.repeats * program.slots
+            weights = [
+                {name: self._along(w.expand(count, *w.shape[1:])) for name, w in named.items()}
+                for named in weights
+            ]
+        return weights, [
+            [self._own_rows(program, place, values) for values in place.arguments.own.values()]
             for place in program.places
         ]
 
-    def _own_rows(self, place: GroupPlace, values: Sequence[Tensor]) -> Tensor:
+    def _own_rows(
+        self, program: _StageProgram, place: GroupPlace, values: Sequence[Tensor]
+    ) -> Tensor:
         """Stack the tensors that a place's blocks have for themselves."""
-        of_blocks = {self.at[number]: x for number, x in zip(place.numbers, values)}
+        of_blocks = {program.at[number]: x for number, x in zip(place.numbers, values)}
         rows = [
             of_blocks.get((device, round_, slot), values[0])
             for device in range(self.stages)
@@ -351,7 +317,7 @@ class Pipeline(StackedBlocks):
 
     def outputs_of(self, x: object, arguments: Sequence[SharedArguments]) -> Any:
         """Return the last block's result for the batch. arguments: by block."""
-        if self.stages == 1 or not is_capturing():
+        if self.runs_in_turn() or not is_capturing():
             return self.one_by_one(x, arguments)
         leaves, tree = pytree.tree_flatten(x)
         program = self._program(arguments, leaves, tree)
@@ -359,7 +325,7 @@ class Pipeline(StackedBlocks):
             lambda w: w.unflatten(0, (self.stages, self.repeats, -1)), self._stacked_rows(program)
         )
         parts = [divided(leaf, self.microbatches) for leaf in leaves]  # [microbatches, rows, ...]
-        is_block = self._is_block(leaves[0].device)
+        is_block = self._is_block(program, leaves[0].device)
         if self.order.vee:  # the second round begins where the first one ends
             for r, shift in enumerate((1, -1)):
                 present = pytree.tree_map(lambda w, r=r: w[:, r : r + 1], weights)
@@ -368,9 +334,9 @@ class Pipeline(StackedBlocks):
             parts = self._ticks(program, weights, is_block, parts)
         return pytree.tree_unflatten([joined(each) for each in parts], tree)
 
-    def _is_block(self, device: torch.device) -> Tensor:
+    def _is_block(self, program: _StageProgram, device: torch.device) -> Tensor:
         """Return a mask, [stages, repeats, slots]: True for a slot that a block has."""
-        shape, taken = (self.stages, self.repeats, self.layers), {*self.at}
+        shape, taken = (self.stages, self.repeats, program.slots), {*program.at.values()}
         rows = [place in taken for place in product(*map(range, shape))]
         return torch.tensor(rows, device=device).view(shape)
 
@@ -392,7 +358,8 @@ class Pipeline(StackedBlocks):
         ticks, waiting = m * rounds + p - 1, max(m - p, 0) if rounds > 1 else 0
         count_up = partial(torch.arange, device=parts[0].device)
         stage = count_up(p)
-        own = {i: divided(x, self.microbatches) for i, x in program.rows.items()}
+        batch = m * parts[0].shape[1]
+        own = {i: self._divided(x, batch) for i, x in program.rows.items()}
         position = stage if shift > 0 else stage.flip(0)
         # Stages without work compute on the first microbatch: values as real ones, and no gradient.
         entering = [x.index_select(0, count_up(ticks).clamp(max=m) % m) for x in parts]
@@ -474,6 +441,12 @@ class Pipeline(StackedBlocks):
 
     def _along(self, leaf: Tensor) -> Tensor:
         return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
+
+
+def _at(order: Order, slots: Slots) -> list[tuple[int, int, int]]:
+    """Return the device, round and slot of each block."""
+    places = order.places
+    return [(places.device(stage), places.round(stage), slot) for stage, slot in slots.places]
 
 
 def _of_all_stages(function: Callable[..., object], *args: object) -> Any:

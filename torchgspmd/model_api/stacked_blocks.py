@@ -10,8 +10,7 @@ Blocks with other modules or shapes than block 0 have a stack of their own: bloc
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
@@ -19,9 +18,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from ..capture import is_capturing
 from ..capture.draws import in_block
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
@@ -29,26 +26,14 @@ from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
 from .alike import Alike
-from .block_calls import (
-    BlockCalls,
+from .block_calls import check_weights, of_blocks, separate
+from .block_loops import (
+    BlockLoop,
     BlockPlace,
     EachArguments,
     SharedArguments,
-    check_weights,
-    of_blocks,
-    separate,
-)
-from .block_groups import (
-    BlockArguments,
-    GroupPlace,
-    find_repeats,
-    groups_of,
-    kinds_of,
-    places_of,
-    raise_unlike,
-    rows_of_places,
-    run_places,
-    stacks_of,
+    check_alike,
+    loop_by_index,
 )
 
 Weights = list[dict[str, Tensor]]  # by stack, and by name in a block
@@ -59,9 +44,11 @@ _before: WeakKeyDictionary[nn.Module, dict[str, ref[Tensor]]] = WeakKeyDictionar
 class StackedBlocks(nn.Module):
     """Blocks whose weights are stacked. A parameter of its `block` is [rows, ...].
 
-    A loop over it calls all blocks as one (block_calls.py), so a model's
+    A loop over it calls all blocks as one (block_loops.py), so a model's
     `for block in blocks: x = block(x)` needs no change.
     """
+
+    is_repeated = False  # a lone block that forward calls again and again
 
     def __init__(
         self,
@@ -72,6 +59,7 @@ class StackedBlocks(nn.Module):
         rows: Sequence[int],
         mesh: Mesh | None = None,
         axis: str = "_",
+        additions: Mapping[int, nn.Module] | None = None,
     ) -> None:
         """Stack the blocks' weights.
 
@@ -83,6 +71,7 @@ class StackedBlocks(nn.Module):
             rows: How many each stack has.
             mesh: The devices, for weights without a mark.
             axis: The axis that shards the rows.
+            additions: Blocks with modules that those they are stacked with lack, by number.
         """
         super().__init__()
         self.places, self.rows, self.count = tuple(places), tuple(rows), len(blocks)
@@ -90,6 +79,9 @@ class StackedBlocks(nn.Module):
         for stack, name in enumerate(self.stack_names):
             own = {i: each for i, each in enumerate(blocks) if stacks[i] == stack}
             setattr(self, name, self._stand_in(stack, own, mesh))
+        self.additions = frozenset(additions or ())
+        for number, block in (additions or {}).items():
+            setattr(self, f"own{number}", block)
         named = [(i, *each) for i, block in enumerate(blocks) for each in block.named_parameters()]
         _before[self] = {f"{i}.{name}": ref(weight) for i, name, weight in named}
         self.register_state_dict_post_hook(_to_names_of_blocks)
@@ -119,7 +111,11 @@ class StackedBlocks(nn.Module):
 
     def block_of(self, number: int) -> nn.Module:
         """Return the module that stands for a block."""
-        return getattr(self, self.stack_names[self.stacks[number]])
+        return getattr(self, self.stack_names[self.stacks[0 if self.is_repeated else number]])
+
+    def whole(self, number: int) -> nn.Module:
+        """Return a module that has all that a block has, besides stacked weights."""
+        return getattr(self, f"own{number}") if number in self.additions else self.block_of(number)
 
     def of_stack(self, stack: int) -> list[int]:
         """Return the numbers of a stack's blocks."""
@@ -136,13 +132,25 @@ class StackedBlocks(nn.Module):
         return self.count
 
     def __iter__(self) -> Iterator[nn.Module]:
-        calls = BlockCalls(self.count, self, self.run_one)
-        return iter([BlockPlace(self.block_of(i), calls, i) for i in range(self.count)])
+        loop = self._loop()
+        return iter([BlockPlace(self.block_of(i), loop, i) for i in range(self.count)])
+
+    def _loop(self) -> BlockLoop:
+        return BlockLoop(self, self.what, self.kinds_of_blocks(), self.run_one)
+
+    def runs_in_turn(self) -> bool:
+        """Return whether a trace has one block after the other."""
+        return False
+
+    def kinds_of_blocks(self) -> Sequence[Hashable]:
+        """Return each block's kind."""
+        return self.stacks
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return the module that stands for a block; for the slice of all, a list for a loop."""
+        """Return a block for a loop; for the slice of all, a list of them."""
         if isinstance(index, int):
-            return self.block_of(range(self.count)[index])
+            number = range(self.count)[index]
+            return BlockPlace(self.block_of(number), loop_by_index(self, self._loop), number)
         if [*range(self.count)[index]] != [*range(self.count)]:
             raise ShardingError.here(
                 f"a part of {self.count} stacked blocks is taken: {index}",
@@ -172,6 +180,9 @@ class StackedBlocks(nn.Module):
             for name, tensor in weights.items():
                 for layer in self.of_stack(stack):
                     yield f"{layer}.{name}", Row(tensor, self.row_axis)
+        for number in self.additions:
+            for name, tensor in self.whole(number).named_parameters():
+                yield f"{number}.{name}", Row(tensor, "")  # a tensor of its own
 
     def weights(self) -> Weights:
         # Read by name: a trace puts other tensors in their place.
@@ -196,14 +207,20 @@ class StackedBlocks(nn.Module):
     def one_by_one(self, x: object, arguments: Sequence[SharedArguments]) -> object:
         """Call one block after the other; return the last one's result."""
         for number, own in enumerate(arguments):
-            x = self.run_one(number, x, *own.args, **own.kwargs)
+            with of_blocks(number):
+                x = self.run(self.whole(number), self._row(number), x, own)
         return x
 
-    def run_one(self, number: int, x: object, *args: object, **kwargs: object) -> Any:
+    def run_one(self, number: int, *args: object, **kwargs: object) -> Any:
+        """Call a block."""
+        with of_blocks(number), in_block():
+            return torch.func.functional_call(self.whole(number), self._row(number), args, kwargs)
+
+    def _row(self, number: int) -> dict[str, Tensor]:
+        """Return a block's weights."""
+        number = 0 if self.is_repeated else number
         rows = self.weights()[self.stacks[number]]
-        weights = {name: w[self.places[number]] for name, w in rows.items()}
-        with of_blocks(number):
-            return self.run(self.block_of(number), weights, x, SharedArguments(args, kwargs))
+        return {name: w[self.places[number]] for name, w in rows.items()}
 
     def run_flat(
         self,
@@ -219,19 +236,23 @@ class StackedBlocks(nn.Module):
         """
         with of_blocks(*numbers):
             x = pytree.tree_unflatten([*leaves], tree)
-            y = self.run(self.block_of(numbers[0]), weights, x, shared)
-        results, other = pytree.tree_flatten(y)
+            block = self.block_of(numbers[0]) if numbers[1:] else self.whole(numbers[0])
+            y = self.run(block, weights, x, shared)
         # Checked in the trace, since a loop's carry has one shape in all iterations.
-        check_alike(self.what, leaves, tree, results, other)
-        return results
+        check_alike(self.what, x, y)
+        return pytree.tree_leaves(y)
 
     @staticmethod
     def run(
         block: nn.Module, weights: dict[str, Tensor], x: object, shared: SharedArguments
     ) -> Any:
-        args = x, *shared.args
+        """Return a block's result, or the state that its route takes from it."""
+        args, kwargs = (x, *shared.args), {**shared.kwargs}
+        if (route := shared.route) is not None:
+            args, kwargs = route.arguments(cast(Any, x), shared.args, kwargs)
         with in_block():
-            return torch.func.functional_call(block, weights, args, {**shared.kwargs})
+            y = torch.func.functional_call(block, weights, args, kwargs)
+        return y if route is None else route.after(cast(Any, x), y)
 
     def _stacked(self, stack: int, tensors: Sequence[Tensor]) -> Tensor:
         """Stack a stack's tensors; the first stands for blocks that are missing."""
@@ -262,23 +283,6 @@ def check_blocks(blocks: Sequence[nn.Module], what: str) -> None:
     check_weights(blocks, what)
 
 
-def check_alike(what: str, taken: Any, tree: object, returned: list[Tensor], other: object) -> None:
-    """Raise unless a block returns a value that the next one can take in its place."""
-    before = [(tuple(x.shape), x.dtype) for x in taken]
-    after = [(tuple(x.shape), x.dtype) for x in returned]
-    if tree != other or before != after:
-        raise ShardingError.here(
-            f"a block of a {what} takes {_text(before)} and returns {_text(after)}",
-            why="all blocks are one program: their value keeps its shape, dtype and structure",
-            fix=f"leave out of the {what} what changes shape, dtype or structure; set param_dtype= "
-            "in place of torch.autocast",
-        )
-
-
-def _text(values: list[tuple[tuple[int, ...], Any]]) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')}{[*shape]}" for shape, dtype in values)
-
-
 def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Put each block's weights into a state_dict, under its own names."""
     blocks = cast(StackedBlocks, module)
@@ -292,6 +296,10 @@ def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *
                     state[f"{prefix}{layer}.{name}"] = weight[blocks.place(layer)]
             for key, value in buffers.items():
                 state[f"{prefix}{layer}.{key.removeprefix(shared)}"] = value
+    for number in blocks.additions:
+        own = f"{prefix}own{number}."
+        for key in [key for key in state if key.startswith(own)]:
+            state[f"{prefix}{number}.{key.removeprefix(own)}"] = state.pop(key)
 
 
 def _from_names_of_blocks(
@@ -299,6 +307,14 @@ def _from_names_of_blocks(
 ) -> None:
     """Stack all blocks' weights in a state_dict that is loaded."""
     blocks = cast(StackedBlocks, module)
+    for number in blocks.additions:
+        own = blocks.whole(number)
+        parameters = [name for name, _ in own.named_parameters()]
+        for name in [*parameters, *(name for name, _ in own.named_buffers())]:
+            if (key := f"{prefix}{number}.{name}") in state:
+                state[f"{prefix}own{number}.{name}"] = state[key]
+        for name in parameters:
+            state.pop(f"{prefix}{number}.{name}", None)
     for stack, (name_of_stack, weights) in enumerate(zip(blocks.stack_names, blocks.weights())):
         layers, shared = blocks.of_stack(stack), f"{prefix}{name_of_stack}."
         for name in weights:
@@ -318,80 +334,3 @@ def _from_names_of_blocks(
                         why="blocks that run one program have one tensor for their buffers",
                         fix="make it a parameter (with requires_grad=False)",
                     )
-
-
-def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:
-    """Return a module that computes `for block in blocks: x = block(x)` as one loop.
-
-    Planning takes the same time for any number of blocks. On one device the module is that Python
-    loop. Its state_dict has the names that nn.ModuleList(blocks) has.
-
-    Args:
-        blocks: Modules with the same parameters and code, or groups of such modules that repeat:
-            the loop has one iteration for each group then. Each takes the previous one's result: a
-            tensor, or tuples, lists and dicts of tensors. Marks on the first one's weights hold for
-            all that are like it.
-        recompute: Whether the backward computes each block again, so that only values between
-            blocks are kept.
-
-    Returns:
-        A module that is called with x, and with further arguments that all blocks get as they are
-        (a mask, rotary tables).
-
-    Raises:
-        ShardingError: No group of blocks repeats, or a block returns another shape than it takes.
-
-    Example:
-        >>> import torch
-        >>> from torchgspmd import Mesh, plan
-        >>> model = stack(torch.nn.Linear(8, 8) for _ in range(64))
-        >>> program = plan(model, torch.ones(16, 8), mesh=Mesh(data=4)).program
-        >>> len(program.graph.nodes) < 32
-        True
-    """
-    return Stack([*blocks], recompute)
-
-
-class Stack(StackedBlocks):
-    """Module from stack(). A parameter of its `block` is [blocks, ...]."""
-
-    def __init__(self, blocks: list[nn.Module], recompute: bool) -> None:
-        check_blocks(blocks, "stack")
-        stacks = stacks_of(blocks)
-        if len(blocks) > 1 and not find_repeats(stacks).saved:
-            raise_unlike(blocks, "stack")
-        rows = [stacks.count(stack) for stack in dict.fromkeys(stacks)]
-        places = [stacks[:layer].count(stack) for layer, stack in enumerate(stacks)]
-        kinds = kinds_of(blocks, stacks)
-        # Kinds that repeat in no group are left to the program: it may read none of their values.
-        kinds = kinds if find_repeats(kinds).saved else stacks
-        super().__init__(blocks, "stack", stacks, places, rows)
-        self.recompute, self.kinds = recompute, tuple(kinds)
-
-    def extra_repr(self) -> str:
-        return f"{self.count} blocks"
-
-    def run_all(self, x: object, arguments: Sequence[SharedArguments]) -> Any:
-        if not is_capturing():
-            return self.one_by_one(x, arguments)
-        leaves, tree = pytree.tree_flatten(x)
-        own = BlockArguments(arguments)
-        slots = [[number] for number in range(self.count)]
-        repeats = groups_of(self.kinds, slots, own)
-        if self.count > 1 and not repeats.saved:
-            own.of(range(self.count))  # raises, since their arguments alone can differ so
-        places = places_of(repeats, slots, self.stacks, own)
-        rows = rows_of_places(places, repeats, self.weights())
-        inputs = [
-            (row, [torch.stack(x) for x in p.arguments.own.values()])
-            for p, row in zip(places, rows)
-        ]
-
-        def step(place: GroupPlace, row: Any, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-            weights, mine = row
-            block = partial(self.run_flat, tree, place.numbers, place.arguments.filled(mine, {}))
-            if self.recompute:
-                return checkpoint(block, weights, *leaves, use_reentrant=False)
-            return block(weights, *leaves)
-
-        return pytree.tree_unflatten([*run_places(repeats, places, inputs, leaves, step)], tree)

@@ -1,0 +1,288 @@
+"""Which values pass from block to block, where a loop does more than x = block(x, ...).
+
+for block in blocks:                            state: h, which is StateLeaf(0)
+    h, weights = block(hidden=h, mask=mask)     route: result 0; result 1 is dropped
+
+for block in blocks:                            state: h, first. Block 0 sets the second one,
+    h, v = block(h, first)                      for the others it stays
+    first = v if first is None else first
+
+for block in blocks:                            state: h. No state enters bias (T5), so it is
+    h, bias = block(h, bias)                    computed once before, and is an argument
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError
+
+Origin = tuple[int, int]  # a block, and the number of its result
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """Stands in a block's arguments for a leaf of the state."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """results: for each leaf of the state the block's result that follows; None: it stays."""
+
+    results: tuple[int | None, ...]
+
+    @staticmethod
+    def arguments(state: Sequence[Tensor], args: object, kwargs: object) -> Any:
+        """Return the arguments of a block for a state."""
+        return pytree.tree_map_only(StateLeaf, lambda slot: state[slot.number], (args, kwargs))
+
+    def after(self, state: Sequence[Tensor], results: object) -> list[Any]:
+        """Return the state behind a block with these results."""
+        leaves = pytree.tree_leaves(results)
+        return [x if i is None else leaves[i] for x, i in zip(state, self.results)]
+
+
+class BlockResults(NamedTuple):
+    """The results of a block.
+
+    leaves: tensors like its own, and other values. reads: for each leaf, the numbers of the
+    arguments' leaves that it is computed from. same: for each, the number of the argument that it
+    is.
+    """
+
+    leaves: list[Any]
+    tree: Any
+    reads: list[frozenset[int]]
+    same: list[int | None]
+
+
+class BlockCall(NamedTuple):
+    """A block's call.
+
+    leaves, tree: its (args, kwargs). returned: leaves that stand for its results.
+    """
+
+    leaves: list[Any]
+    tree: Any
+    returned: list[Any]
+    results: BlockResults
+
+    def named(self) -> list[tuple[str, Any]]:
+        """Return the arguments' leaves by their paths."""
+        named, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(self.leaves, self.tree))
+        return [(pytree.keystr(path), leaf) for path, leaf in named]
+
+
+class RoutedCalls(NamedTuple):
+    """state: its leaves before the first block. arguments: (args, kwargs, route), by block.
+
+    filled: blocks that get a value which they would compute alike.
+    """
+
+    state: list[Tensor]
+    arguments: list[tuple[Any, Any, Route]]
+    filled: frozenset[int]
+
+
+class Runs(Protocol):
+    """Runs blocks in a trace, with other leaves of their arguments."""
+
+    def computed(self, number: int, call: BlockCall, leaves: Sequence[object]) -> list[Any]:
+        """Return the leaves of a block's results."""
+        ...
+
+    def is_same(
+        self, number: int, call: BlockCall, leaves: Sequence[object], results: Sequence[int]
+    ) -> bool:
+        """Return whether a block computes these results as it did, and reads no additions."""
+        ...
+
+
+def find_route(calls: Sequence[BlockCall], runs: Runs) -> RoutedCalls | None:
+    """Return the route of the values between calls; None for x = block(x, ...) alone."""
+    return None if _is_plain(calls) else _Search(calls, runs).run()
+
+
+def _is_plain(calls: Sequence[BlockCall]) -> bool:
+    """Return whether each block's first argument is all of its predecessor's result."""
+    first = pytree.tree_unflatten(calls[0].leaves, calls[0].tree)[0][:1]
+    leaves, tree = pytree.tree_flatten(*first) if first else ([], None)
+    if not leaves or not all(isinstance(x, Tensor) for x in leaves):
+        return False
+    for number, call in enumerate(calls):
+        args, kwargs = pytree.tree_unflatten(call.leaves, call.tree)
+        taken, of_taken = pytree.tree_flatten(args[0]) if args else ([], None)
+        others = pytree.tree_leaves((args[1:], kwargs))
+        if of_taken != tree or call.results.tree != tree or any(map(origin_of, others)):
+            return False
+        origins = [(number - 1, i) for i in range(len(leaves))]
+        if number and [*map(origin_of, taken)] != origins:
+            return False
+    return True
+
+
+def origin_of(leaf: object) -> Origin | None:
+    """Return where a value between two blocks comes from; None for others."""
+    return getattr(leaf, "origin", None) if isinstance(leaf, Tensor) else None
+
+
+class _Search:
+    def __init__(self, calls: Sequence[BlockCall], runs: Runs) -> None:
+        self.calls, self.runs = calls, runs
+        self.named = [dict(call.named()) for call in calls]
+        paths = [*dict.fromkeys(path for named in self.named for path in named)]
+        # Arguments that get values between blocks: of the state, or computed before the blocks.
+        self.passing = [p for p in paths if any(origin_of(named.get(p)) for named in self.named)]
+        if len(calls) == 1:
+            self.passing = [p for p in paths if isinstance(self.named[0][p], Tensor)][:1]
+        self.computed: dict[int, list[Any]] = {}  # by block, its results without a state
+
+    def run(self) -> RoutedCalls:
+        tensors = [p for p in self.passing if isinstance(self.named[0].get(p), Tensor)]
+        if not tensors:
+            raise ShardingError.here(
+                "the first block of a stack or pipeline gets no tensor in place of the values that "
+                "the next ones get from it",
+                fix="call all blocks alike: the same arguments, by position or by name",
+            )
+        self.state = {*tensors[:1]}
+        size = 0
+        while size != len(self.state):
+            size = len(self.state)
+            known: dict[Origin, bool] = {}
+            for path in self.passing:
+                origins = [o for named in self.named if (o := origin_of(named.get(path)))]
+                if any(self._has_state(origin, known) for origin in origins):
+                    self.state.add(path)
+        slots = [p for p in self.passing if p in self.state]
+        routes = [*zip(*(self._results(path) for path in slots))]
+        x = self.named[0][tensors[0]]
+        self.fill = {number: self._fill(number) for number in range(len(self.calls))}
+        return RoutedCalls(
+            [self._start(path, x) for path in slots],
+            [
+                (*self._arguments(number, slots), Route(tuple(results)))
+                for number, results in enumerate(routes)
+            ],
+            frozenset(number for number, fill in self.fill.items() if fill),
+        )
+
+    def _has_state(self, origin: Origin, known: dict[Origin, bool]) -> bool:
+        """Return whether a value is computed from the state."""
+        if origin not in known:
+            block, i = origin
+            named = [*self.named[block].items()]
+            read = [named[k] for k in self.calls[block].results.reads[i]]
+            known[origin] = any(
+                self._has_state(before, known)
+                if (before := origin_of(leaf))
+                else not block and path in self.state
+                for path, leaf in read
+            )
+        return known[origin]
+
+    def _source(self, origin: Origin) -> Origin:
+        """Return where a value comes from that blocks pass on as it is."""
+        block, i = origin
+        same = self.calls[block].results.same[i]
+        before = None if same is None else origin_of(self.calls[block].leaves[same])
+        return origin if before is None else self._source(before)
+
+    def _results(self, path: str) -> list[int | None]:
+        """Return for each block the number of the result that a leaf of the state is behind it."""
+        found: list[int | None] = []
+        content: Origin | None = None
+        for number in range(len(self.calls) - 1):
+            leaves = (named.get(path) for named in self.named[number + 1 :])
+            needed = next((self._source(o) for leaf in leaves if (o := origin_of(leaf))), content)
+            if needed is not None and needed[0] != number and needed != content:
+                raise ShardingError.here(
+                    f"a block gets the result of block {needed[0]}, behind block {number}, which "
+                    "has left another value in its place",
+                    why="the blocks of a stack or pipeline are one program, and a value that "
+                    "passes through it has one place",
+                    fix="pass it as another argument",
+                )
+            found.append(needed[1] if needed is not None and needed[0] == number else None)
+            content = needed
+        return [*found, self._last(path, found[-1] if found else 0)]
+
+    def _last(self, path: str, usual: int | None) -> int | None:
+        """Return the last block's result that is like its argument: usually this one."""
+        x, results = self.named[-1].get(path), self.calls[-1].results.leaves
+        if usual is None or not isinstance(x, Tensor):
+            return None
+        numbers = [usual, *range(len(results))]
+        for i, y in ((i, results[i]) for i in numbers if i < len(results)):
+            if isinstance(y, Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype):
+                return i
+        return None
+
+    def _start(self, path: str, x: Tensor) -> Tensor:
+        """Return a leaf of the state before the first block, zeros if a block makes it."""
+        leaf = self.named[0].get(path)
+        if isinstance(leaf, Tensor):
+            return leaf
+        like = next(named[path] for named in self.named if origin_of(named.get(path)))
+        return x.new_zeros(like.shape, dtype=like.dtype)
+
+    def _fill(self, number: int) -> dict[str, int]:
+        """Return arguments for which a block may get its own result, by path: the result's number.
+
+        T5's first block computes the bias that the next ones get. With the bias as an argument it
+        does the same, and is like them.
+        """
+        found: dict[str, int] = {}
+        for path in self.passing:
+            if path not in self.state and self.named[number].get(path, 0) is None:
+                origins = [o for named in self.named if (o := origin_of(named.get(path)))]
+                sources = [i for block, i in map(self._source, origins) if block == number]
+                if sources:
+                    found[path] = sources[0]
+        call = self.calls[number]
+        if not found:
+            return found
+        leaves = [
+            leaf if (i := found.get(path)) is None else call.results.leaves[i]
+            for path, leaf in self.named[number].items()
+        ]
+        others = [
+            i
+            for i, x in enumerate(call.results.leaves)
+            if isinstance(x, Tensor) and i not in found.values()
+        ]
+        return found if self.runs.is_same(number, call, leaves, others) else {}
+
+    def _arguments(self, number: int, slots: Sequence[str]) -> tuple[Any, Any]:
+        """Return a block's arguments, with a StateLeaf for each value of the state."""
+        leaves: list[Any] = []
+        for path, leaf in self.named[number].items():
+            origin = origin_of(leaf)
+            if path in self.state and (origin or not number and isinstance(leaf, Tensor)):
+                leaf = StateLeaf(slots.index(path))
+            elif origin:
+                leaf = self._computed(self._source(origin))
+            elif path in self.fill[number]:
+                leaf = self._computed((number, self.fill[number][path]))
+            leaves.append(leaf)
+        return pytree.tree_unflatten(leaves, self.calls[number].tree)
+
+    def _computed(self, origin: Origin) -> Any:
+        """Return a value that is computed before the blocks."""
+        block, i = origin
+        if block not in self.computed:
+            leaves = [
+                self._computed(self._source(before))
+                if (before := origin_of(leaf)) and path not in self.state
+                else leaf
+                for path, leaf in self.named[block].items()
+            ]
+            self.computed[block] = self.runs.computed(block, self.calls[block], leaves)
+        return self.computed[block][i]
