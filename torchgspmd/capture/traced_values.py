@@ -57,7 +57,9 @@ def forget_constants(tensors: Sequence[Tensor]) -> None:
     A loop's carry is a constant in the first iteration at most.
     """
     mode: Any = get_proxy_mode()
-    for x in tensors if mode is not None else ():
+    if mode is None:
+        return
+    for x in tensors:
         value: Any = unwrap(x) if isinstance(x, FunctionalTensor) else x
         value.constant = None
         if (slot := get_proxy_slot(value, mode.tracer, None)) is not None:

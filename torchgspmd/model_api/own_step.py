@@ -8,8 +8,8 @@
         if state["step"] % 10 == 0:             a program for each outcome
 
 The step sees the program's parameters, gradients and states in place of the optimizer's. Its
-numbers, flags and containers are those of its groups, its attributes and `kept`, which the capture
-watches (capture/state). torch's optimizers have capturable=True, as they may not ask for values.
+numbers, flags and containers are those of its groups, its attributes and `kept`. The capture
+watches them (capture/state). torch's optimizers have capturable=True: they may not ask for values.
 """
 
 from __future__ import annotations

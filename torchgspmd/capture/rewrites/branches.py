@@ -45,7 +45,9 @@ class Branches:
 
     def learn(self, error: BaseException | None) -> bool:
         """Return whether another trace can pass the branch at which a trace has failed."""
-        if not isinstance(error, _UNKNOWN) or (trace := innermost_frame_of(error)) is None:
+        if error is None or not isinstance(error, _UNKNOWN):
+            return False
+        if (trace := innermost_frame_of(error)) is None:
             return False
         code, line = trace.tb_frame.f_code, trace.tb_lineno
         found = (f for f in gc.get_referrers(code) if isinstance(f, FunctionType))

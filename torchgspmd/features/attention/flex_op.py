@@ -141,10 +141,9 @@ class Flex(ScoreChange):
         if not self.gradient:
             return grad
         values = {"score": scores, "grad": grad}
-        result = self._value(self.gradient, place, scores.shape, scores.device, **values)
+        result: Any = self._value(self.gradient, place, scores.shape, scores.device, **values)
         if isinstance(result, list):
-            entries: list[Any] = result
-            result, *terms = entries
+            result, *terms = result
             totals = dict(zip(learned_buffers(self.gradient), self.terms))
             lead = zip(place.first, grad.shape[:3], place.whole)
             padded = any(first + size > whole for first, size, whole in lead)

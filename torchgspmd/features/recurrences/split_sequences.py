@@ -208,7 +208,7 @@ class _Splitter:
             self.exits += loop.exits
 
     def _turn(self, found: Recurrence, turned: Collection[fx.Node]) -> bool:
-        """Let a loop over flipped rows, as scan with `reverse` is, begin with the last row.
+        """Begin a loop over flipped rows, as scan with `reverse` is, with the last row.
 
         turned: results of such loops, which are flipped. Returns whether most rows are.
         """
