@@ -5,11 +5,12 @@ or tensor that changes is an input of the second one.
 
 import collections
 import contextvars
+import copy
 import enum
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -288,6 +289,32 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {  # forward, what changes, h
     "an object of a class": (
         lambda net, y: y * settings.Named.options.late,
         of_settings(settings.Named.options, "late"),
+        2,
+    ),
+    "by vars": (lambda net, y: y * vars(net)["gain"], sets("gain", number), 2),
+    "in __dict__": (
+        lambda net, y: y * net.nested.inner.__dict__.get("late", 1.0),
+        sets("late", number, of="nested.inner"),
+        2,
+    ),
+    "a copy of __dict__": (
+        lambda net, y: y * {**vars(net.nested.inner.inner.inner)}["gain"],
+        sets("gain", number, of="nested.inner.inner.inner"),
+        2,
+    ),
+    "a copied object": (
+        lambda net, y: y * copy.copy(net.nested.inner.inner.inner).gain,
+        sets("gain", number, of="nested.inner.inner.inner"),
+        2,
+    ),
+    "fields as a table": (
+        lambda net, y: y * asdict(net.slotted)["gain"],
+        sets("gain", one_of(1.0, 2.0), of="slotted"),
+        2,
+    ),
+    "a new entry of __dict__": (
+        lambda net, y: y * (2.0 if "late" in vars(net.thing) else 1.0),
+        sets("late", lambda step: 0.5, late=True, of="thing"),
         2,
     ),
     "of a thread": (lambda net, y: y * THREAD.scale, of_settings(THREAD, "scale"), 2),

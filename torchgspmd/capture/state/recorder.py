@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from argparse import Namespace
 from collections import deque
@@ -36,6 +37,8 @@ from .source import LONG, Attribute, Source, attributes_of, is_table, slots, slo
 _FIXED = 1 << 8  # flag on classes without settable attributes: Py_TPFLAGS_IMMUTABLETYPE
 _MANY = 1000  # most objects whose attributes are watched, the nearest first
 _MANY_VALUES = 100_000  # most values that are searched for such objects
+_WITH_TABLES = ("torch", "torchgspmd")  # nn.Module finds parameters by way of `__dict__`
+_TABLES = ("__dict__", "__getstate__")  # names by which code reads all attributes; copy the second
 _SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 _NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 _NO_OBJECTS = (
@@ -48,6 +51,13 @@ _NO_OBJECTS = (
     BuiltinFunctionType,
     functools.partial,
 )
+
+
+class _AllNames:
+    """The names of all attributes, but of what torch keeps in a module."""
+
+    def __contains__(self, name: object) -> bool:
+        return name not in KEPT_BY_TORCH
 
 
 class Recorder:
@@ -110,6 +120,13 @@ class Recorder:
         # A new attribute may change the program, so their presence is guarded, too.
         self.entries[Source(holder)] = holder, present
 
+    def read_table(self, holder: object) -> None:
+        """Record all attributes of a holder whose `__dict__` code other than torch's reads."""
+        reader = str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0]
+        if id(holder) in self.holders and reader not in _WITH_TABLES:
+            self.visited |= {(id(holder), name) for name in _TABLES}
+            self.record_all(holder, _AllNames())
+
     def record_variables(self, functions: Iterable[FunctionType]) -> None:
         """Record the variables that functions find by name.
 
@@ -149,7 +166,10 @@ def record_reads(
     def recording(original: Callable[[Any, str], Any]) -> Callable[[object, str], object]:
         def record(self: object, name: str) -> Any:
             if (id(self), name) not in visited:
-                recorder.read(self, name)
+                if name in _TABLES:
+                    recorder.read_table(self)
+                else:
+                    recorder.read(self, name)
             return original(self, name)
 
         return record
