@@ -360,6 +360,12 @@ def _learned(count: int) -> tuple[tuple, dict]:
     return (grad, q, k, v, out, lse, *functions), {}
 
 
+def _token_order() -> tuple[tuple, dict]:
+    mask = "aten.eq.Tensor(aten.index.Tensor(u0, [q]), aten.index.Tensor(u0, [k]))"
+    return ([torch.arange(24) // 5], mask, 1, 2, 24, 2, 6, 1.0), {}
+
+
+SAMPLES[ours.token_order.default] = [_token_order]
 for _count in range(1, 5):
     _op = getattr(ours, f"flex_attention_backward_{_count}").default
     SAMPLES[_op] = [partial(_learned, _count)]

@@ -28,7 +28,8 @@ ours = torch.ops.torchgspmd
 UNSAFE = torch.Tag.cudagraph_unsafe
 # Operations without a kernel on the card; experts have one in bfloat16 alone.
 EXPERTS = {"grouped_mm", "grouped_outer", "block_mm", "block_outer"}
-WAITING = {*EXPERTS, "ctc_losses", "flex_attention", "flex_attention_backward"}
+WAITING = {*EXPERTS, "ctc_losses", "flex_attention", "flex_attention_backward", "token_order"}
+WAITING |= {f"flex_attention_backward_{count}" for count in range(1, 5)}  # learned buffers
 
 
 class Copies(TorchDispatchMode):

@@ -1,9 +1,12 @@
 """An order of tokens that each run computes, for a mask whose buffers planning does not know.
 
-before   %documents = searchsorted(%cu_seqlens, %place);    %x = embedding(%table, %tokens)
-after    %documents = searchsorted(%cu_seqlens, %place)
-         %blocks = token_order([%documents], "aten.eq.Tensor(...)", 1, 4, 4096, 8, 64, 12.5)
-         %tokens_1 = index_select(%tokens, 0, %blocks);     %x = embedding(%table, %tokens_1)
+    %documents = searchsorted(%cu_seqlens, %place);      %x = embedding(%table, %tokens)
+
+is from then on
+
+    %documents = searchsorted(%cu_seqlens, %place)
+    %blocks = token_order([%documents], "aten.eq.Tensor(...)", 1, 4, 4096, 8, 64, 12.5)
+    %tokens_1 = index_select(%tokens, 0, %blocks);       %x = embedding(%table, %tokens_1)
 
 The mask's buffers are replicated, so all devices compute the same order without a message. The
 operation bounds the mask over blocks (bounds.py) on the host, and searches as planning does.
