@@ -130,7 +130,7 @@ def mapping_apply(before: Any) -> Any:
                 return _Mapped(cls)(*args)
             if not cls.generate_vmap_rule:
                 cls = type(cls.__name__, (cls,), {"generate_vmap_rule": True})
-        return before.__func__(cls, *args, **kwargs)
+        return before.__get__(None, cls)(*args, **kwargs)  # from torch 2.14 on, it is one in C
 
     return classmethod(apply)
 
