@@ -27,7 +27,7 @@ def without_cuda_ops() -> None:
 
 
 def without_broken_packages() -> None:
-    """Let transformers find no package that cannot be imported on this host."""
+    """Hide packages that cannot be imported on this host from transformers."""
     for name in ("torchvision", "torchaudio"):
         try:
             importlib.import_module(name)

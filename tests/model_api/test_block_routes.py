@@ -246,7 +246,7 @@ def test_on_one_stage_a_loop_is_pythons():
 
 
 def kept(model, x):
-    """Read what a block returned behind the loop."""
+    """Read a block's results behind the loop."""
     return mixed(model, x) + model.layers[0](x)[1]
 
 

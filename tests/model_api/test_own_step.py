@@ -18,7 +18,7 @@ MESHES = Mesh(data=4), Mesh(data=2, model=2)
 STEPS = 5
 DTYPE = torch.float64
 
-# Where a step is counted, how a state begins, what holds the factors, and what a step does.
+# The place of the count, the first state, the container of the factors, and the work of a step.
 KINDS = {
     "count": ("group", "state", "attribute", "tensor"),
     "begin": ("zeros", "gradient", "weights"),
@@ -145,6 +145,39 @@ def test_a_drawn_step_on_one_device():
             reference(x).backward()
             alone.step()
         compare(model, reference)
+
+
+def test_a_run_goes_on_from_what_it_saved():
+    """From the step's state_dict; with the optimizer's before it, if the step's alone raises."""
+    alone_was_enough, plain = set(), {"begin": "zeros", "factors": "none", "first": "like others"}
+    cases = [{**drawn(i), **plain, "count": count} for i, count in enumerate(KINDS["count"])]
+    for kinds in cases + [drawn(200 + seed) for seed in range(12)]:
+        model = Layers(2, 4)
+        reference, x = copy.deepcopy(model), torch.randn(8, 4, dtype=DTYPE)
+        before = optimizer_of(model, kinds)
+        step, alone = gspmd.train_step(model, before), optimizer_of(reference, kinds)
+        for _ in range(2):
+            step(x)
+        saved, of_optimizer = (copy.deepcopy(each.state_dict()) for each in (step, before))
+        other = Layers(2, 4)
+        after = optimizer_of(other, kinds)
+        step = gspmd.train_step(other, after)
+        try:
+            step.load_state_dict(copy.deepcopy(saved))
+        except ShardingError as error:
+            assert "load the optimizer's state_dict before the step's" in str(error)
+            after.load_state_dict(of_optimizer)
+            step.load_state_dict(saved)
+        else:
+            alone_was_enough.add(kinds["count"])
+        for _ in range(3):
+            step(x)
+        for _ in range(5):
+            alone.zero_grad()
+            reference(x).backward()
+            alone.step()
+        compare(other, reference)
+    assert alone_was_enough == {*KINDS["count"]}
 
 
 @pytest.mark.parametrize("seed", range(30))

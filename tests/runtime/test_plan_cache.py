@@ -382,7 +382,7 @@ def test_a_later_start_takes_the_branch_of_each_size(planned, again):
             torch.testing.assert_close(model(x), ComparesLengths()(x))
 
     first = (4, 5, 11, 6, 50, 20)
-    for _ in range(2):  # what the first imports is in the second's key
+    for _ in range(2):  # the imports of the first are in the second's key
         run(first)
     count = len(planned)
     run(again)

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy as copy_of
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,8 +95,19 @@ def _gradient(parameter: Tensor, gradient: Tensor | None) -> Iterator[None]:
 # ---------------------------------------------------------------------------------- first states
 
 
-def first_states(optimizer: Optimizer) -> dict[Tensor, State]:
-    """Return each parameter's states before the first step, and add its numbers to the groups.
+class FirstStates(NamedTuple):
+    """The start of a step: each parameter's states, and the names of the numbers that it counts.
+
+    groups: the names in each group. attributes: those of the optimizer.
+    """
+
+    states: dict[Tensor, State]
+    groups: list[list[str]]
+    attributes: list[str]
+
+
+def first_states(optimizer: Optimizer) -> FirstStates:
+    """Return the start of the first step, and add its numbers to the groups.
 
     A step on copies creates them. If a step that finds them computes the same, they are there from
     the beginning. Otherwise the optimizer's first step differs from the later ones, and creates
@@ -122,6 +133,12 @@ def first_states(optimizer: Optimizer) -> dict[Tensor, State]:
     present = {p: dict(optimizer.state.get(p, {})) for p in parameters}
     first = _Trial(optimizer, present, [{} for _ in optimizer.param_groups])
     groups = [group.first for group in first.groups]
+    counted = [
+        [n for n in now if is_plain(now[n]) and (n not in group or now[n] != group[n])]
+        for now, group in zip(first.groups, optimizer.param_groups)
+    ]
+    own, now = vars(optimizer), vars(first.twin)
+    attributes = [n for n in now if is_plain(now[n]) and (n not in own or now[n] != own[n])]
     states = {p: first.states[copy].first for p, copy in first.copies.items()}
     for on_meta in (True, False):
         # Shapes say enough, unless the step asks for values, or for a device.
@@ -129,12 +146,17 @@ def first_states(optimizer: Optimizer) -> dict[Tensor, State]:
             again = _Trial(optimizer, states, groups, on_meta)
             break
     else:
-        return present
+        return FirstStates(present, counted, attributes)
     if first.stores_its_inputs or first.log != again.log:
-        return present
+        return FirstStates(present, counted, attributes)
     for group, added in zip(optimizer.param_groups, groups):
         group.update({name: value for name, value in added.items() if name not in group})
-    return states
+    return FirstStates(states, counted, attributes)
+
+
+def is_plain(value: object) -> bool:
+    """Return whether JSON holds a value as it is, and alone."""
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _copied(value: Any, on_meta: bool = False) -> Any:
@@ -206,7 +228,7 @@ class _Trial(TorchDispatchMode):
         for group in self.groups:
             del group.first["params"]
         # A twin: the optimizer keeps its groups, states, hooks and attributes.
-        twin = object.__new__(type(optimizer))
+        self.twin = twin = object.__new__(type(optimizer))
         tables = {n: copy_of(t) for n, t in vars(optimizer).items() if type(t) in (dict, list, set)}
         twin.__dict__.update(vars(optimizer) | tables)
         twin.__dict__.update(param_groups=self.groups, state=self.states)

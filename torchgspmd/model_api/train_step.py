@@ -22,7 +22,8 @@ from ..capture.rewrites.microbatches import Microbatches, check_count
 from ..capture.state.dependencies import with_tensors
 from ..errors import ShardingError
 from ..layout.mark import follow_mark
-from .own_step import first_states, precise, run_step
+from .own_counts import load_counts, save_counts
+from .own_step import FirstStates, first_states, precise, run_step
 from .update_rules import Rule, rule_of
 
 
@@ -58,8 +59,12 @@ class TrainStep(nn.Module):
         # What else an optimizer's own step keeps: numbers, lists, and what a first step creates.
         self.kept: dict[str, dict[Any, Any]] = {}
         self.common: list[dict[Any, Any]] = [{} for _ in optimizers]  # of no parameter
+        self.counted: list[FirstStates | None] = []  # by optimizer, for those with their own step
+        self.loaded: set[int] = set()  # the optimizers whose state_dict waits for the step's
         for optimizer, rule, names in zip(optimizers, self.rules, self.names):
-            own = first_states(optimizer) if rule is None else {}
+            first = first_states(optimizer) if rule is None else None
+            self.counted.append(first and first._replace(states={}))
+            own = first.states if first else {}
             for group, of_group in zip(optimizer.param_groups, names):
                 for name in of_group:
                     parameter = tensor_of(model, name)
@@ -76,8 +81,11 @@ class TrainStep(nn.Module):
             # torch's schedulers warn unless the optimizer has stepped.
             vars(optimizer)["_opt_called"] = True
             # load_state_dict makes new tensors; the program knows the buffers.
-            optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
+            optimizer.register_load_state_dict_post_hook(self._has_loaded)
             optimizer.register_state_dict_pre_hook(lambda _: self._publish())
+        if None in self.rules:
+            self.register_state_dict_post_hook(save_counts)
+            self.register_load_state_dict_pre_hook(load_counts)
 
     def _groups(self) -> Iterator[tuple[Optimizer, Rule | None, dict[str, Any], list[str]]]:
         """Yield each group with its optimizer, the optimizer's row, and the parameters' names."""
@@ -109,6 +117,10 @@ class TrainStep(nn.Module):
                 if rule is None:
                     self.kept[name] |= {k: value for k, value in state.items() if k not in keys}
         self._publish()
+
+    def _has_loaded(self, optimizer: Optimizer) -> None:
+        self.loaded.add(id(optimizer))
+        self._adopt()
 
     def _publish(self) -> None:
         """Give the optimizers what their own steps keep beside the buffers."""

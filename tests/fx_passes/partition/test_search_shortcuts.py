@@ -90,7 +90,7 @@ def test_release_touches_all_whose_neighborhood_changed(
     changed = 0
 
     def around(at: Assignment) -> dict[fx.Node, object]:
-        """What is around each operation, without the cache."""
+        """The neighborhood of each operation, without the cache."""
         cached, at.neighborhood_cache = at.neighborhood_cache, {}
         found = {node: at.neighborhood(op) for node, op in at.ops.items()}
         at.neighborhood_cache = cached

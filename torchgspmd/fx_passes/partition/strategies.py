@@ -33,7 +33,7 @@ from .neighborhood import Neighborhood, OperandLayouts, Strategy, Terms
 from .regions import divides_all, neighboring_parts, pieces
 
 Start = tuple[tuple[str, str | int | None], ...]  # axis, what it does in a layout
-Requests = list[tuple[str, dict[str | int, None]]]  # what a layout gives its axes to do
+Requests = list[tuple[str, dict[str | int, None]]]  # the work that a layout gives its axes
 V = TypeVar("V")
 Entries = tuple[tuple[str, V], ...]
 Choice = tuple[Entries[Axes], Entries[int]]  # by factor; the group that a pending axis goes through
