@@ -73,17 +73,19 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
     )
 
 
-def argument_names(fn: Callable, args: tuple) -> list[str]:
-    """Return the names of positional arguments in fn's signature; arg3 where it has none."""
+def _parameters(fn: Callable) -> list[inspect.Parameter]:
+    fn = fn.forward if isinstance(fn, nn.Module) else fn
     try:
-        parameters = list(
-            inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
-        )
+        return list(inspect.signature(fn).parameters.values())
     # Functions written in C may have no signature that Python can read.
     except (TypeError, ValueError):
-        parameters = []
+        return []
+
+
+def argument_names(fn: Callable, args: tuple) -> list[str]:
+    """Return the names of positional arguments in fn's signature; arg3 where it has none."""
     positional = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        p.name for p in _parameters(fn) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     return positional[: len(args)] + [f"arg{i}" for i in range(len(positional), len(args))]
 
@@ -107,7 +109,8 @@ def spread_inputs(
 
     A tuple or list is a prefix for args, a mapping one for all arguments by name. A single spec
     needs a single argument. AUTO divides each tensor's leading dimension by the batch axes. fn: the
-    called function, for its argument names.
+    called function, for its argument names. A call may leave out arguments that have a default, as
+    labels in an evaluation; their specs wait for a call that has them.
     """
     for entry in pytree.tree_leaves(prefix):
         check_no_placement(entry, prefix, mesh.names)
@@ -117,9 +120,16 @@ def spread_inputs(
         leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         return [ShardSpec((axes, *((),) * (t.dim() - 1))) if t.dim() else None for t in leaves]
     if isinstance(prefix, Mapping):
-        return spread(
-            prefix, {**dict(zip(argument_names(fn, args), args)), **kwargs}, mesh, "arguments"
-        )
+        given = {**dict(zip(argument_names(fn, args), args)), **kwargs}
+        optional = {p.name for p in _parameters(fn) if p.default is not p.empty}
+        prefix = {n: spec for n, spec in prefix.items() if n in given or n not in optional}
+        return spread(prefix, given, mesh, "arguments")
+    if isinstance(prefix, (tuple, list)) and not kwargs:
+        left_out = _parameters(fn)[len(args) : len(prefix)]
+        if len(args) + len(left_out) == len(prefix) and all(
+            p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty for p in left_out
+        ):
+            prefix = prefix[: len(args)]
     if isinstance(prefix, (str, ShardSpec)) and len(args) == 1:
         prefix = (prefix,)
     elif isinstance(prefix, (str, ShardSpec)):

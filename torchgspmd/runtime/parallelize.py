@@ -71,8 +71,9 @@ def parallelize(
         mesh: The mesh, with one process per device, also as torch's DeviceMesh, or a Layout on one:
             specs have logical names then. A part of a DeviceMesh (`devices["model"]`) puts the
             model on that part's processes; each part has its own model.
-        in_specs: The arguments' layouts: a tuple, or a mapping by name. "auto": the batch axes
-            ("data", "dp", ...) divide each tensor's leading dimension.
+        in_specs: The arguments' layouts: a tuple, or a mapping by name. A call may leave out
+            arguments with a default. "auto": the batch axes ("data", "dp", ...) divide each
+            tensor's leading dimension.
         out_specs: The results' layouts. A DTensor has the nearest layout that it can express:
             several axes shard one dimension only in mesh order and if they divide it.
             "same" leaves results as they are computed.
