@@ -28,6 +28,7 @@ EXPLORING = {
     "diloco::test_a_job_goes_on_with_fewer_processes": 0,
     "dynamic_programs": 1,
     "eager_kernels::test_a_size_of_zero": 20,
+    "elastic::test_ctrl_c_ends_all_processes": 0,
     "examples::test_training_of_experts": 1,
     "examples::test_training_on_processes": 1,
     "examples::test_training_under_torchrun": 0,
