@@ -38,7 +38,7 @@ from ..fx_passes.replication_report import data_axes
 from ..fx_passes.schedule.liveness import check_budget
 from ..fx_passes.stages import SCHEDULED, verifies
 from ..layout.layout_rules import MeshLayout, bound, mesh_of
-from ..layout.mark import layout_of
+from ..layout.mark import is_free_state, layout_of
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .option_types import PlanOptions
 
 MUCH_LESS = 2  # times fewer bytes; for less, the batch stays divided
+ABOUT = 1.05  # times the bytes; for them, states in parts may save work
 
 
 @documented("plan")
@@ -104,6 +105,11 @@ def plan(
     asked = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     chosen, keywords = _options_among(kwargs, fn)
     options = Options.read("plan", chosen)
+    if options.shard_updates:
+        raise ShardingError.here(
+            f"shard_updates={options.shard_updates!r} marks weights, and a plan changes no model",
+            fix="pass it to parallelize; for a plan, mark the weights with that axis",
+        )
     layout = layout_of(fn, mesh)
     if isinstance(mesh, MeshLayout):
         in_specs, out_specs = mesh.spec(in_specs), mesh.spec(out_specs)
@@ -247,6 +253,7 @@ def compile_plan(
         device=device or _device_of(captured),
         reduce_dtype=options.reduce_dtype,
         stored_over=frozenset([axis] if axis else []),
+        states=_free_states(captured) - bound if axis is not False else frozenset(),
         hardware=None if hardware is None else Hardware.of(hardware),
         hosts=hosts,
         recompute=memory.recompute,
@@ -313,7 +320,34 @@ def _after_batch(mark: ShardSpec, axes: Sequence[str]) -> ShardSpec:
 
 
 def _planned(request: Request) -> Plan:
-    """Run the passes up to the program for one device."""
+    """Run the passes up to the program for one device; states are in parts if it sends less."""
+    result = _program(request)
+    if all("chosen" not in node.meta for node in result.sharded.find_nodes(op="placeholder")):
+        return result
+    whole = {
+        each.name: ShardSpec.replicated(len(each.shape))
+        if each.mark is None
+        else each.mark.closed()
+        for each in request.captured.inputs
+        if each.name in request.states
+    }
+    stored = {**whole, **request.stored}
+    try:
+        kept = _program(replace(request, states=frozenset(), stored=stored))
+    except ShardingError:  # it exceeds the memory budget
+        return result
+    sent, less = result.sent_bytes, _work(result) < _work(kept)
+    is_better = sent < kept.sent_bytes or less and sent <= ABOUT * kept.sent_bytes
+    return result if is_better else kept
+
+
+def _work(plan: Plan) -> float:
+    """Return a device's arithmetic and memory traffic, at the partition's prices."""
+    decisions = plan.sharded.output_node().meta["decisions"]
+    return sum(strategy.work for strategy in decisions.strategies.values())
+
+
+def _program(request: Request) -> Plan:
     program = run(start_program(request), until=SCHEDULED)
     if request.has_budget:
         check_budget(program)
@@ -344,10 +378,17 @@ def _device_of(captured: Captured) -> str:
 
 def _stored_unmarked(captured: Captured, options: Options) -> dict[str, ShardSpec]:
     """Return layouts, by name, for weights without a mark, if the options ask for any."""
-    if options.advanced.unmarked == "propagated":
-        return {}
     weights = [each for each in captured.inputs if each.kind in (PARAMETER, BUFFER)]
+    if options.advanced.unmarked == "propagated":
+        states = _free_states(captured) if options.shard_updates is False else ()
+        weights = [each for each in weights if each.name in states]
     return {w.name: ShardSpec.replicated(len(w.shape)) for w in weights if w.mark is None}
+
+
+def _free_states(captured: Captured) -> frozenset[str]:
+    """Return the names of optimizer states that the planner may store in parts."""
+    pairs = zip(captured.inputs, captured.module_tensors())
+    return frozenset(inp.name for inp, tensor in pairs if is_free_state(tensor))
 
 
 def _dump(plan: Plan) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from typing_extensions import TypedDict
@@ -38,6 +38,7 @@ class _Planned(Precision, total=False):
     check: CheckSettings | Mapping[str, Any] | str
     advanced: AdvancedSettings | Mapping[str, Any]
     hardware: Hardware | str | None
+    shard_updates: str | Literal[False] | None
     dynamic: Dynamic
 
 
@@ -51,5 +52,4 @@ class ParallelizeOptions(_Planned, total=False):
     """Options for parallelize."""
 
     backend: Backend
-    shard_updates: str | None
     timeout: float | timedelta | None

@@ -114,11 +114,12 @@ class Options:
         "be a pattern. Sizes that are equal here are one size, unless they have names: "
         '{"tokens": {1: "length"}}.',
     )
-    shard_updates: str | None = option(
+    shard_updates: str | Literal[False] | None = option(
         None,
-        "parallelize xla",
+        "plan parallelize xla",
         'An axis, such as "data". Every parameter, its gradient and its optimizer state are stored '
-        "sharded over that axis besides their mark (ZeRO; arXiv 2004.13336).",
+        "sharded over that axis besides their mark (ZeRO; arXiv 2004.13336). None: the states of "
+        "`train_step` alone, where that sends less, as with Muon. False: none.",
     )
     timeout: float | timedelta | None = option(
         None,
@@ -163,6 +164,11 @@ class Options:
         self.memory.check()
         self.check.check()
         self.advanced.check()
+        if self.shard_updates is True:
+            raise ShardingError.here(
+                "shard_updates is True",
+                fix='name an axis, such as "data"; None: the planner decides about states',
+            )
         check_dtypes(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
         check_count(self.microbatches)
         limit = self.time_limit

@@ -260,7 +260,7 @@ class Plan(PlanFiles):
                 *collectives_text(self.collectives),
                 *weights_against_marks(self.replicated_ops),
                 *overruled_text(self.overruled_marks),
-                *propagated_weights(self.captured.inputs, self.input_layouts, self.request),
+                *propagated_weights(self.sharded, self.captured.inputs, self.request),
                 *gathered_text(self.gathered_results if self._gathers_by_default else ()),
                 f"sent by a device in all: {size_text(self.sent_bytes)}",
                 f"memory of a device: {self.memory}",

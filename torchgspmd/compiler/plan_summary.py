@@ -29,7 +29,6 @@ from ..layout.mark import NAMED, mark_sharding_op
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import BATCH_AXES
 from ..layout.spec_notation import AUTO, SAME
-from ..shard_spec import ShardSpec
 
 _MOST_WEIGHTS = 3  # that a summary names
 MARK = mark_sharding_op._opoverload
@@ -86,19 +85,20 @@ def overruled_text(marks: Sequence[tuple[str, Sequence[str]]]) -> Iterator[str]:
 
 
 def propagated_weights(
-    inputs: Sequence[Input], layouts: Sequence[ShardSpec], request: Request | None
+    sharded: fx.Graph, inputs: Sequence[Input], request: Request | None
 ) -> list[str]:
     """Return the summary line for weights that parallelize would store otherwise."""
     if request is None:
         return []
     names = [
         each.name
-        for each, layout in zip(inputs, layouts)
+        for node, each in zip(sharded.find_nodes(op="placeholder"), inputs)
         if each.kind in (PARAMETER, BUFFER)
         and each.mark is None
-        and layout.sharding_axes
-        # parallelize says how it stores each of them.
+        and node.meta["spec"].sharding_axes
+        # parallelize says how it stores each of them, or chooses the same (store_states).
         and each.name not in request.stored
+        and "chosen" not in node.meta
     ]
     more = len(names) - _MOST_WEIGHTS
     listed = ", ".join(names[:_MOST_WEIGHTS]) + (f" and {more} more" if more > 0 else "")

@@ -59,7 +59,7 @@ def is_bound(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def store_like(tensor: DTensor, like: DTensor | Sequence[Placement]) -> None:
-    """Store a DTensor by the placements of another, in the memory that it has.
+    """Store a DTensor by the placements of another; if its shard is as large, in the same memory.
 
     It is gathered over the axes whose placements change. All ranks call it.
     """
@@ -67,7 +67,10 @@ def store_like(tensor: DTensor, like: DTensor | Sequence[Placement]) -> None:
     pairs = [*zip(tensor.placements, new)]
     gathered = tensor.redistribute(placements=[b if a == b else Replicate() for a, b in pairs])
     stored = gathered.redistribute(placements=new)
-    tensor._local_tensor.copy_(stored._local_tensor)
+    if tensor._local_tensor.shape == stored._local_tensor.shape:
+        tensor._local_tensor.copy_(stored._local_tensor)
+    else:  # a view would keep the whole tensor alive
+        tensor._local_tensor = stored._local_tensor.clone(memory_format=torch.contiguous_format)
     tensor._spec = stored._spec
 
 

@@ -57,7 +57,11 @@ def propagate_program(program: Program) -> fx.Graph:
     placeholders, returned = program.placeholders, graph.output_node().args[0]
     marks = graph.find_nodes(op="call_function", target=_MARK)
     seeds = [
-        (node, spec, f"marked at {inp.source}" if inp.source else "in_specs")
+        (
+            node,
+            spec,
+            node.meta.get("chosen") or (f"marked at {inp.source}" if inp.source else "in_specs"),
+        )
         for node, inp, spec in zip(placeholders, captured.inputs, program.inputs)
         if spec is not None
     ]

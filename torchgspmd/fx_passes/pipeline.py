@@ -25,6 +25,7 @@ from .expand.split_axes import merge_axes, split_axes
 from .expand.split_fused import split_fused
 from .expand.split_products import split_products, splits_products
 from .expand.store_parts import store_parts
+from .expand.store_states import store_states
 from .expand.undivided import has_pairs, has_sharded_parts, work_of
 from .localize.localize_graph import localize_program
 from .loop_call import copy_loops
@@ -89,6 +90,14 @@ PIPELINE: tuple[Step, ...] = (
                 again=("propagate",),
                 before=("keep_dims", "split_products"),
                 because="the parts are dimensions that keep_dims keeps, and leave no slice to move",
+            ),
+            Pass(
+                "store_states",
+                store_states,
+                ANNOTATED,
+                again=("propagate",),
+                before=("batch_lanes",),
+                because="lanes are exchanged between the layouts in which their states are stored",
             ),
             feature_pass(
                 "recurrences",

@@ -132,7 +132,8 @@ class Request:
     graph's operations, and nodes that are to be decomposed all the same. keep_marks: for XLA, which
     has no cheap way past a mark. device: a type; "meta" stands for GPUs. reduce_dtype: sums
     parameter gradients over devices; None: as costs least. stored_over: axes over which parameters
-    are stored in parts, though no argument is. hardware: speeds and links, if they are known.
+    are stored in parts, though no argument is. states: an optimizer's, by name, which may be stored
+    over further axes. hardware: speeds and links, if they are known.
     hosts: else the devices on a host, 0 if there is one host. memory_budget: bytes that a device's
     peak may have; None: its memory. recompute, offload: how it fits. shared: results that plans for
     equal programs share.
@@ -157,6 +158,7 @@ class Request:
     device: str = "cpu"
     reduce_dtype: torch.dtype | None = None
     stored_over: frozenset[str] = frozenset()
+    states: frozenset[str] = frozenset()
     hardware: Hardware | None = None
     hosts: int = 0
     recompute: str = "model"

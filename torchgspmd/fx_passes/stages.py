@@ -110,7 +110,7 @@ _ROWS = (
         str,
         "its keys travel round a ring, in which devices may compute for others",
     ),
-    Key("chosen", PARTITIONED, PARTITIONED, str, "line of the summary: what was chosen, and why"),
+    Key("chosen", EXPANDED, PARTITIONED, str, "line of the summary: what was chosen, and why"),
     Key("limit", LOCAL, RUNNABLE, int, "of indices: the rows of the whole table"),
     Key("recomputed", LOCAL, RUNNABLE, str, "value of the forward that the backward has again"),
     Key("host", LOCAL, RUNNABLE, bool, "lies in the memory of the host"),

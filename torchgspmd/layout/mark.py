@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from .spec import ShardSpec, SpecLike
 _MARK, LAYOUT = "_torchgspmd_mark", "_torchgspmd_layout"
 NAMED = "reshard"  # stands for the mesh of a mark by which the source names an exchange
 _FOLLOWED = "_torchgspmd_followed"  # attribute of a buffer: the parameter whose mark it has
+_FREE = "_torchgspmd_free"  # attribute of an optimizer's state: the planner may store it in parts
 
 
 @custom_op("mark_sharding")
@@ -202,6 +204,7 @@ def _record(tensor: Tensor, mesh: Mesh | None, spec: ShardSpec | str) -> Tensor:
     # Only leaves keep a mark: an activation is gone before anybody could read it.
     if tensor.grad_fn is None:
         setattr(tensor, _MARK, (mesh, spec, user_line()))
+        vars(tensor).pop(_FREE, None)
     return tensor
 
 
@@ -245,11 +248,35 @@ def follow_mark(state: Tensor, parameter: Tensor) -> None:
     """Give a parameter's state the parameter's mark, unless the state is marked itself.
 
     Each size is the parameter's, or 1. A state with another shape, as a step count, gets no mark.
+    Either may be stored over further axes (fx_passes/expand/store_states.py).
     """
+    setattr(state, _FREE, True)
     # Adafactor keeps one number per row or column: its states have a 1 in the other dimension.
     sizes = [*zip(state.shape, parameter.shape)]
     if state.dim() == parameter.dim() and all(n in (m, 1) for n, m in sizes):
         setattr(state, _FOLLOWED, parameter)
+
+
+def stored_over(spec: ShardSpec, shape: Sequence[int], mesh: Mesh, axis: str) -> ShardSpec:
+    """Return a layout with one more axis, along which a tensor is stored in parts.
+
+    The axis shards the largest dimension that it divides, otherwise the largest. A dimension that
+    other axes shard is taken only if no other is long enough.
+    """
+    count = mesh.count((axis,))
+    rows = [n // mesh.count(axes) for n, axes in zip(shape, spec.dims)]
+    dim = max(
+        range(len(shape)),
+        # Long enough; on no other axis; without padding; the largest: in this order.
+        key=lambda d: (rows[d] >= count, not spec.dims[d], rows[d] % count == 0, rows[d]),
+    )
+    # In mesh order, the only one that a DTensor can store.
+    return spec.with_dim(dim, tuple(a for a in mesh.names if a == axis or a in spec.dims[dim]))
+
+
+def is_free_state(tensor: Tensor) -> bool:
+    """Return whether a tensor is an optimizer's state that has no mark of its own."""
+    return hasattr(tensor, _FREE)
 
 
 def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:
@@ -269,6 +296,8 @@ def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:
 
 def copy_mark(source: Tensor, target: Tensor) -> None:
     """Copy a tensor's mark to the tensor that replaces it."""
+    if is_free_state(source):
+        setattr(target, _FREE, True)
     if raw_mark(source) is not None:
         # The raw mark: names stay names, since the layout that translates them may come later.
         setattr(target, _MARK, raw_mark(source))

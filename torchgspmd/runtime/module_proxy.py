@@ -26,7 +26,7 @@ from ..capture.state.dependencies import (
 from ..capture.state.run_guards import module_description
 from ..capture.state.value_keys import value_key
 from ..errors import ShardingError, did_you_mean
-from ..layout.mark import mark_sharding, raw_mark, recorded_mark
+from ..layout.mark import mark_sharding, raw_mark, recorded_mark, stored_over
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .proxy_class import OWN, class_for, of_model
@@ -54,8 +54,7 @@ def mark_on(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:
 def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
     """Mark every trained parameter to be stored and updated sharded over one more axis (ZeRO).
 
-    The axis shards the largest dimension that it divides, otherwise the largest. A dimension that
-    other axes shard is taken only if no other is long enough. Source: arXiv 2004.13336.
+    Source: arXiv 2004.13336.
     """
     if axis not in mesh.names:
         raise ShardingError.here(
@@ -67,17 +66,8 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
         spec = mark.closed()
         if not parameter.requires_grad or not parameter.dim() or axis in spec.sharding_axes:
             continue
-        count = mesh.count((axis,))
-        rows = [n // mesh.count(axes) for n, axes in zip(parameter.shape, spec.dims)]
-        dim = max(
-            range(parameter.dim()),
-            # Long enough; on no other axis; without padding; the largest: in this order.
-            key=lambda d: (rows[d] >= count, not spec.dims[d], rows[d] % count == 0, rows[d]),
-        )
-        # In mesh order, the only one that a DTensor can store.
-        axes = tuple(a for a in mesh.names if a == axis or a in spec.dims[dim])
-        updated = spec.with_dim(dim, axes).with_priorities(mark.priorities)
-        mark_sharding(parameter, mesh, updated)
+        updated = stored_over(spec, parameter.shape, mesh, axis)
+        mark_sharding(parameter, mesh, updated.with_priorities(mark.priorities))
 
 
 def mark_as_planned(model: nn.Module, mesh: Mesh, plan: Plan) -> None:

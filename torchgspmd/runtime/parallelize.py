@@ -117,7 +117,7 @@ def parallelize(
     with bound(layout):
         if plan is not None:
             mark_as_planned(model, mesh, plan)
-        if chosen.shard_updates is not None:
+        if chosen.shard_updates:
             mark_updates(model, mesh, chosen.shard_updates)
         if chosen.backend == "xla":
             module = XlaModule(model, mesh, in_specs, out_specs, chosen)

@@ -24,13 +24,14 @@ from ..compiler.plan import Plan
 from ..compiler.plan_cache.files import Identity, identity_of
 from ..compiler.plan_cache.values import Unshareable
 from ..dtensor.install import hold
-from ..dtensor.parts import bind, is_bound, store_by_parts
+from ..dtensor.parts import bind, is_bound, store_by_parts, store_like
 from ..dtensor.storage import distribute_state, placements, shard_module, spec_of, storable_mark
 from ..errors import ShardingError
 from ..fx_passes.loop_call import with_bodies
 from ..fx_passes.pass_runner import dump_level
 from ..fx_passes.pipeline import is_default
 from ..layout.layout_rules import bound
+from ..layout.mark import is_free_state
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .audit import Audit
@@ -289,11 +290,18 @@ class ShardedModule(MeshModule):
             self._check_tensors_alike(captured, tensors, raise_on_difference)
         if self._graphs is not None:
             check_capturable(plan, self._options.backend)
-        # Parameters are stored by parts, as their first program takes them.
+        # Parameters are stored by parts, and states over further axes, as their first program
+        # takes them.
         parameters = captured.module_tensors()
         for tensor, spec in zip(parameters, plan.input_layouts):
-            if spec.parts and isinstance(tensor, DTensor):
+            if not isinstance(tensor, DTensor) or is_bound(tensor):
+                continue
+            if spec.parts:
                 store_by_parts(tensor, placements(spec, self._mesh))
+            elif is_free_state(tensor) and not {*spec.sharding_axes} <= {
+                *spec_of(tensor, self._mesh).sharding_axes
+            }:
+                store_like(tensor, placements(spec, self._mesh))
         bind(parameters)
         return JointProgram(
             plan,

@@ -154,9 +154,15 @@ def test_steps_on_parts_are_those_of_one_device():
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 def test_unmarked_matrices_are_divided_and_gathered_in_bfloat16():
+    """Momentum in parts: gradients are scattered, not reduced on all devices."""
     count, width, n = 8, 128, 4
     above, plan = sent_above_adamw(width, count, DATA, None)
-    assert 0 < above <= 1.01 * (n - 1) / n * count * width * width * 2
+    all_weights = (n - 1) / n * count * width * width  # elements, one way
+    scattered = 4 * all_weights  # float32; AdamW's all_reduce sends twice as much
+    # There in bfloat16, and to all devices.
+    assert above == pytest.approx(2 * all_weights * (1 / n + 1) - scattered, rel=0.01)
+    assert "stored in parts over data" in plan.summary()
+    assert "stored in parts" in plan.explain("momentum_buffer.weights.0")
     products = 15 * 2 * width**3 * count / n  # five iterations of three products
     model = 3 * count * 2 * 64 * width * width * width / n  # forward, and two in the backward
     assert graph_flops(plan.local_graph(), DATA) <= 1.01 * (products + model)
