@@ -130,7 +130,8 @@ class _Batcher:
                 self.found, new, state = self._joined(found, group, shapes, d, pending, remaining)
                 self._note_waits()
                 again, size = self.found.carries[state].again, state.meta["val"].shape
-                dims = carry_dims(self._path(state, again), state, again, sums)
+                path, again = normal_form(self.graph, SUMS, self._path(state, again), again)
+                dims = carry_dims(path, state, again, sums)
                 rows = math.inf if dims is None else math.prod(size[d] for d in dims.mixed)
                 best = min(best, (rows, self.found, new), key=operator.itemgetter(0))
         _, self.found, new = best

@@ -15,88 +15,19 @@ another way: there is no carry, or it is a constant zero. Then the recurrence ha
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
 
 from torch import fx
 
 from ...fx_passes.expand.batched_op import may_batch
-from ...fx_passes.expand.undivided import Work
 from ...fx_passes.ir import Op
 from ...rules.algebra import constant_of
-from ...rules.ops.concat_slice import COPIES, Pieces, pieces_taken
+from ...rules.ops.concat_slice import COPIES
 from .loop_ends import Column, is_sum
+from .parts import Family, Parts
 from .recurrence import Carry, Recurrence
 
 MOST_OPS = 2048
-
-
-class Family(NamedTuple):
-    """The value that has all parts. pieces: how they lie in it; None: along a first dimension."""
-
-    value: fx.Node
-    pieces: Pieces | None
-
-
-class Parts:
-    """Which values are parts of a sequence, for one number of parts."""
-
-    def __init__(self, work: Work, count: int) -> None:
-        self.count = count
-        self.makers = {v: (op, i) for op in work.ops for i, v in enumerate(op.results) if v}
-        self.order = {node: i for i, node in enumerate(work.graph.nodes)}
-        self.values_of: dict[int | None, list[fx.Node]] = {}  # by an operation's key
-        for value, (op, _) in self.makers.items():
-            self.values_of.setdefault(op.key, []).append(value)
-        self.families: dict[fx.Node, dict[Family, int]] = {}  # part -> its number in families
-        self.zeros: set[tuple[fx.Node, int]] = set()  # values that have zeros in a part
-        members: dict[Family, dict[int, list[fx.Node]]] = {}
-        for op in work.ops:
-            for family, i, value in _parts_of(op, count):
-                members.setdefault(family, {}).setdefault(i, []).append(value)
-        for family, rows in members.items():
-            # A last decay, say, may be unused.
-            if len(rows) >= count - 2 and {*range(1, count - 1)} <= rows.keys():
-                for i, values in rows.items():
-                    for value in values:
-                        self.families.setdefault(value, {})[family] = i
-
-    def add(self, batched: fx.Node, column: Column) -> None:
-        """Note that a new value has these parts, along a first dimension."""
-        for i, value in enumerate(column):
-            if value is not None:
-                self.families.setdefault(value, {})[Family(batched, None)] = i
-
-    def spans(self, graph: fx.Graph, ends: Container[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
-        """Return the first and the last part that each value is computed from.
-
-        ends: values of all parts together, which belong to none.
-        """
-        result: dict[fx.Node, tuple[int, int]] = {}
-        for node in graph.nodes:
-            if node in self.families and node.op != "placeholder":
-                numbers = self.families[node].values()
-                result[node] = max(numbers), min(numbers)
-                continue
-            spans = [result[x] for x in node.all_input_nodes if x in result]
-            if spans and node not in ends:
-                result[node] = min(low for low, _ in spans), max(high for _, high in spans)
-        return result
-
-
-def _parts_of(op: Op, count: int) -> Iterator[tuple[Family, int, fx.Node]]:
-    if len(op.operands) != 1 or not may_batch(op):
-        return
-    shape = op.operands[0].meta["val"].shape
-    val = op.node.meta["val"]
-    shapes = [t.shape for t in (val if isinstance(val, (tuple, list)) else (val,))]
-    pieces = pieces_taken(op.node.target, op.node.args, op.rule, shape, shapes)
-    if pieces is None or pieces.count != count:
-        return
-    family = Family(op.operands[0], pieces._replace(indices=()))
-    for i, value in zip(pieces.indices, op.results):
-        if value is not None:
-            yield family, i, value
 
 
 class Finder:
@@ -129,6 +60,7 @@ class Finder:
         self.carries: dict[fx.Node, Column] = {}
         self.vanishing: set[tuple[fx.Node, int]] = set()
         self.ops: dict[fx.Node, Op] = {}
+        self.numbers: dict[fx.Node, list[Op]] = {}  # operations that have other ones by iteration
 
     def find(self, columns: Sequence[Column]) -> bool:
         """Add columns, and all that they are computed from; return whether iterations are alike."""
@@ -154,7 +86,13 @@ class Finder:
             if more is None:
                 return False
             stack += more
-        return True
+        return all(self._may_vanish(*end) for end in self.vanishing)
+
+    def _may_vanish(self, value: fx.Node, i: int) -> bool:
+        """Return whether no reader of a value in an iteration sees another one than zero there."""
+        column = self.columns.get(value) or self.carries.get(value) or (None,) * self.count
+        own = column[i]
+        return own is None or self._is_zero(own)
 
     def _above(self, value: fx.Node, column: Column) -> list[Column] | None:
         """Return the columns that a column is computed from; None if it is none."""
@@ -212,6 +150,10 @@ class Finder:
         if not all(same or v is None for same, v in zip(alike, hollow)):
             return None
         self.columns[value], self.ops[op.node] = column, op
+        if any(m and v is not None and m[0].key != op.key for m, v in zip(made, hollow)):
+            self.numbers[value] = [
+                m[0] if m and v is not None else op for m, v in zip(made, hollow)
+            ]
         none = (None,) * len(op.operands)
         rows = [m[0].operands if m and v is not None else none for m, v in zip(made, hollow)]
         return [*zip(*rows)]
@@ -219,7 +161,8 @@ class Finder:
     def _is_alike(self, template: tuple[Op, int], made: tuple[Op, int]) -> bool:
         """Return whether an operation is the template's, and reads parts where that reads some."""
         (op, result), (other, number), known = template, made, self.parts.families
-        if other.key != op.key or number != result or other.node is op.node:
+        keys = self.parts.keys
+        if keys[other.node] != keys[op.node] or number != result or other.node is op.node:
             return False
         for value, v in zip(op.operands, other.operands if self.choose else ()):
             families = {f for f in known.get(value, ()) if f.pieces}
@@ -330,9 +273,9 @@ class Finder:
         if span is None or made is None or span[0 if self.reverse else 1] != i:
             return "outer"
         if depth == 0 or is_sum(made[0]):
-            return made[0].key, is_sum(made[0])
+            return self.parts.keys[made[0].node], is_sum(made[0])
         above = (self._signature(x, i, depth - 1) for x in made[0].operands)
-        return made[0].key, made[1], *above
+        return self.parts.keys[made[0].node], made[1], *above
 
     def _signatures(self, value: fx.Node, i: int) -> frozenset[Hashable]:
         return frozenset(self._signature(term, i, 3) for term in self._terms(value))
@@ -366,7 +309,7 @@ class Finder:
         sign, edge = self._signatures(again, self.at), 0 if self.reverse else 1
         found = [
             value
-            for value in self.parts.values_of.get(made[0].key, ())
+            for value in self.parts.values_of.get(self.parts.keys[made[0].node], ())
             if self.spans.get(value, (-1, -1))[edge] == i and self._signatures(value, i) == sign
         ]
         # A loop that writes into a tensor ends with a write, and may compute the state behind it.

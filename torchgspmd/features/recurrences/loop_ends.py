@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import fx
@@ -17,6 +17,7 @@ from ...rules.ops.concat_slice import (
     piece_placed,
     pieces_joined,
 )
+from .step_numbers import loose_key
 
 Column = tuple[fx.Node | None, ...]  # one value in all iterations; None: an end does without
 
@@ -129,18 +130,18 @@ def _aligned(
         return [*row]
     rest, result = [*row], list[fx.Node | None]()
     for value in like:
-        keys = [ops[v].key if v in ops else None for v in rest]
-        key = ops[value].key if value in ops else None
+        keys = [loose_key(ops[v]) if v in ops else None for v in rest]
+        key = loose_key(ops[value]) if value in ops else None
         result.append(rest.pop(keys.index(key)) if key in keys else None)
     return [] if rest else result
 
 
 def _totals(node: fx.Node, terms: list[fx.Node], ops: dict[fx.Node, Op]) -> Iterator[End]:
     """Yield the end of a sum that has a term of each iteration."""
-    alike: dict[int | None, list[fx.Node]] = {}
+    alike: dict[Hashable, list[fx.Node]] = {}
     for term in terms:
-        if term in ops:
-            alike.setdefault(ops[term].key, []).append(term)
+        for key in {ops[term].key, loose_key(ops[term])} if term in ops else ():
+            alike.setdefault(key, []).append(term)
     for found in alike.values():
         others = tuple(term for term in terms if term not in found)
         for depth in (1, 2):

@@ -60,15 +60,24 @@ class Recurrence:
         other: its operation is in front of the value's; None for zeros. is_end: a row that says
         which iteration.
         """
-        op, at = choice(graph, is_end, other, value), self.ops.index(self.makers[value]) + 1
-        new = {value: op.node}
-        behind = [reading(op, new) for op in self.ops[at:]]
-        self.ops[at:] = op, *behind
+        op = choice(graph, is_end, other, value)
+        return self._replace(value, self.makers[value], op)
+
+    def replace(self, graph: fx.Graph, value: fx.Node, target: Any, args: tuple) -> fx.Node:
+        """Compute a value by another operation; return the new value."""
+        op = added_op(graph, target, args, value.meta["val"], value)
+        return self._replace(value, op)
+
+    def _replace(self, value: fx.Node, *ops: Op) -> fx.Node:
+        """Put operations in the place of a value's; its readers read the last one's result."""
+        at, new = self.ops.index(self.makers[value]), {value: ops[-1].node}
+        behind = [reading(op, new) for op in self.ops[at + 1 :]]
+        self.ops[at:] = *ops, *behind
         for carry, (first, again) in self.carries.items():
             self.carries[carry] = Carry(first, new.get(again, again))
         del self.makers
         self.known.clear()
-        return op.node
+        return ops[-1].node
 
     def vanishes(self, value: fx.Node, i: int) -> bool:
         """Return whether a value is zeros in an iteration, by the form of its operations."""

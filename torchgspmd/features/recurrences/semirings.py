@@ -3,8 +3,8 @@
     h1 = max(h + a, b)           h1 = logaddexp(h + a, b)           h1 = logsumexp(h + A, 0) + b
 
 An operation passes on a sum, here a maximum, if f(max(x, y)) = max(f(x), f(y)). Forms that the
-tables below lack are replaced by others: `relu` by a maximum with zeros, and the operations that
-`logsumexp` was decomposed into by the one.
+tables below lack are replaced by others: `relu` by a maximum with zeros, the operations that
+`logsumexp` was decomposed into by the one, and `h + 1` by a sum of two tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from torch import fx
+from torch import Tensor, fx
 
 from ...compat.fx_nodes import add_node, origin_of
 from ...compat.operators import aten
@@ -65,8 +65,6 @@ def normal_form(
     graph: fx.Graph, ring: Semiring, path: Sequence[Op], again: fx.Node
 ) -> tuple[Sequence[Op], fx.Node]:
     """Return a path in the operations of a semiring's table, and the next carry at its end."""
-    if ring is SUMS:
-        return path, again
     makers = {v: op for op in path for v in op.results if v is not None}
     new, ops = dict[fx.Node, fx.Node](), list[Op]()
     for op in path:
@@ -93,14 +91,14 @@ def _others(
     """Return operations of the table in an operation's place; none if it stays."""
     target, args = op.node.target, cast(Any, op.node.args)
     x, val = new.get(op.operands[0], op.operands[0]), op.operands[0].meta["val"]
+    if ring is SUMS:
+        return _sum_with_number(graph, op, x)
     if ring.elements == "logs":
         return _log_sum(graph, op, makers, new) if target is aten.add.Tensor else []
     bounds = _BOUNDS[ring.elements].get(target)
     number = bounds(*args[1:]) if bounds and not op.node.kwargs else None
     if number is not None:
-        kwargs = {"dtype": val.dtype, "device": val.device}
-        full = add_node(graph, "call_function", aten.full.default, ([*val.shape], number), kwargs)
-        full.meta = {**origin_of(op.node), "val": val.new_empty(val.shape)}
+        full = _full(graph, val, number, op)
         of_two = aten.maximum.default if ring.elements == "maxima" else aten.minimum.default
         return [added_op(graph, of_two, (x, full), val, op.node)]
     first, *indices = op.results
@@ -109,6 +107,31 @@ def _others(
         args = (x, [args[1]], *args[2:])
         return [added_op(graph, to, args, first.meta["val"], first)]
     return []
+
+
+def _sum_with_number(graph: fx.Graph, op: Op, x: fx.Node) -> list[Op]:
+    """Return a sum of two tensors in place of x + n, x - n or n - x; else nothing."""
+    target, args, val = op.node.target, op.node.args, op.node.meta["val"]
+    if target not in _PLUS_NUMBER or op.node.kwargs or len(args) != 2 or len(op.operands) != 1:
+        return []
+    number = _full(graph, val.new_empty(()), cast(float, args[1]), op)
+    operands = (number, x) if target is aten.rsub.Scalar else (x, number)
+    return [added_op(graph, _PLUS_NUMBER[target], operands, val, op.node)]
+
+
+_PLUS_NUMBER: dict[Any, Any] = {
+    aten.add.Tensor: aten.add.Tensor,
+    aten.sub.Tensor: aten.sub.Tensor,
+    aten.rsub.Scalar: aten.sub.Tensor,
+}
+
+
+def _full(graph: fx.Graph, val: Tensor, number: float, op: Op) -> fx.Node:
+    """Add a constant. val: has its shape."""
+    kwargs = {"dtype": val.dtype, "device": val.device}
+    full = add_node(graph, "call_function", aten.full.default, ([*val.shape], number), kwargs)
+    full.meta = {**origin_of(op.node), "val": val.new_empty(val.shape)}
+    return full
 
 
 _BOUNDS: dict[str, dict[Any, Callable[..., float | None]]] = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -26,10 +27,12 @@ from ...rules.algebra_rows import flipped_dim
 from ...rules.custom_ops.loops import LOOP_MARKS, STACK, mark_of
 from ...rules.ops.concat_slice import Pieces
 from .batch_iterations import batch_iterations
-from .find_chunks import Family, Finder, Parts
+from .find_chunks import Finder
 from .find_loops import loops_of, value_behind
 from .loop_ends import End, ends_of
+from .parts import Family, Parts
 from .recurrence import Recurrence
+from .step_numbers import numbers_of, row_of, with_tensors
 
 
 def split_sequences(work: Work) -> bool:
@@ -95,6 +98,8 @@ class _Splitter:
             rows = {value: self._rows(family) for value, family in finder.rows.items()}
             found = finder.recurrence(rows)
             chosen = self._choose(finder, found)
+            if chosen is not None:
+                self._add_numbers(finder, found, chosen)
             new = None if chosen is None else batch_iterations(self.graph, found)
             if chosen is None or new is None:
                 return False
@@ -140,6 +145,19 @@ class _Splitter:
                 other = chosen.get(v, v) if v else _added(self.graph, torch.clone, other)
             chosen[value] = found.choose(self.graph, is_end, other, chosen.get(value, value))
         return chosen
+
+    def _add_numbers(
+        self, finder: Finder, found: Recurrence, chosen: dict[fx.Node, fx.Node]
+    ) -> None:
+        """Add a row for each number that differs by iteration. chosen: gets the new values."""
+        for value, ops in finder.numbers.items():
+            op = found.makers[value]
+            numbers = zip(*map(numbers_of, ops))
+            rows = [_added(self.graph, partial(row_of, op, n), value) for n in numbers]
+            places = [_added(self.graph, lambda x: x.select(0, 0), row) for row in rows]
+            found.rows |= dict(zip(places, rows))
+            new = found.replace(self.graph, value, *with_tensors(op, places))
+            chosen.setdefault(value, new)
 
     def take_ends(self) -> None:
         """Take what is still read of a first or last iteration from the values of all."""
