@@ -201,6 +201,7 @@ def test_what_may_be_skipped_is_in_the_tuple() -> None:
         "bucket",
         "collective_matmul",
         "overlap",
+        "position_masks",
         "prefetch",
         "ring_pairs",
         "split_exchanges",
@@ -400,7 +401,8 @@ def test_a_feature_s_pass_runs_only_on_a_graph_with_its_nodes(
     planned()
     assert ran == []
     gspmd.plan(lambda x: nn.functional.scaled_dot_product_attention(x, x, x), x[None], mesh=MESH)
-    assert set(ran) == {"balance_attention", "ring_keys", "attention_rings"}
+    passes = {"position_masks", "balance_attention", "ring_keys", "attention_rings"}
+    assert set(ran) == passes
     ran.clear()
     gspmd.plan(lambda x, t, i: torch.einsum("tk,tkn->tn", x, t[i]), x, table, index, mesh=MESH)
     assert set(ran) == {"split_groups"}

@@ -259,6 +259,7 @@ def compile_plan(
         recompute=memory.recompute,
         offload=memory.offload,
         memory_budget=memory.bytes,
+        captures=options.captures,
         shared=shared or Shared(),
     )
     result = _plan(request)

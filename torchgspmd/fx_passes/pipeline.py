@@ -119,6 +119,15 @@ PIPELINE: tuple[Step, ...] = (
                 because="an operation on whole matrices that lanes divide needs no decomposition",
             ),
             feature_pass(
+                "attention",
+                "position_masks",
+                ANNOTATED,
+                optional=("position_masks",),
+                again=("propagate",),
+                before=("balance_attention",),
+                because="it is a mask of flex_attention that planning bounds, and tokens follow",
+            ),
+            feature_pass(
                 "pairs",
                 "ring_pairs",
                 ANNOTATED,

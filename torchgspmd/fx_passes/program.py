@@ -135,8 +135,8 @@ class Request:
     are stored in parts, though no argument is. states: an optimizer's, by name, which may be stored
     over further axes. hardware: speeds and links, if they are known.
     hosts: else the devices on a host, 0 if there is one host. memory_budget: bytes that a device's
-    peak may have; None: its memory. recompute, offload: how it fits. shared: results that plans for
-    equal programs share.
+    peak may have; None: its memory. recompute, offload: how it fits. captures: whether CUDA graphs
+    run the program. shared: results that plans for equal programs share.
     """
 
     captured: Captured
@@ -164,6 +164,7 @@ class Request:
     recompute: str = "model"
     offload: str = "never"
     memory_budget: int | None = None
+    captures: bool = False
     shared: Shared = field(default_factory=Shared)
 
     @property

@@ -386,7 +386,7 @@ def test_random_numbers_are_drawn_in_order():
 def test_unknown_pass():
     known = (
         "'attention_rings', 'balance_attention', 'bucket', 'collective_matmul', 'overlap', "
-        "'prefetch'"
+        "'position_masks'"
     )
     with pytest.raises(gspmd.ShardingError, match=f"there is no pass 'buckets'; there are {known}"):
         sharded_layers(advanced={"skip_passes": ("buckets",)})

@@ -24,6 +24,7 @@ from .flex_capture import flexible_attention, options_with_returns
 from .flex_op import BACKWARDS
 from .mask_shares import Masks, price_masks
 from .op import attention, attention_backward, attention_backward_in_blocks, attention_in_blocks
+from .position_masks import READ, position_masks
 from .ring import ring_attention, ring_attention_backward
 from .ring_keys import RINGS, mark_rings, replace_by_rings
 from .tiles import attention_by_products, gradients_by_products
@@ -122,6 +123,7 @@ def attention_kernels(program: Program) -> fx.Graph:
 
 
 FEATURE_PASSES |= {
+    "position_masks": FeaturePass(position_masks, READ),
     "balance_attention": FeaturePass(_balance_attention, RINGS),
     "ring_keys": FeaturePass(_ring_keys, RINGS),
     "attention_rings": FeaturePass(lambda p: replace_by_rings(p.graph), RINGS),
