@@ -3,6 +3,10 @@
     python benchmarks/staged_models.py                  the table of docs/pipelines.md
     python benchmarks/staged_models.py --only gemma2    one model, with its error
     python benchmarks/staged_models.py --schedule zero_bubble
+    python benchmarks/staged_models.py --json rows.json --count 4     the next four models
+
+With --json the rows are in a file, and models that have a row there are left out: the whole table
+can be measured in parts.
 
 Each model is small, in float64, with the layers of every kind that its configuration has. One
 training step (loss and the gradients of all parameters) on Mesh(data=2, stage=2) is simulated and
@@ -13,13 +17,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from small_models import without_broken_packages
 from torch import Tensor, nn
 
 import torchgspmd as gspmd
@@ -304,34 +311,57 @@ def rows_of_layers(model: nn.Module, gradients: Mapping[str, Tensor]) -> dict[st
     return dict(model.state_dict())
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A row of the table. worst: the largest difference; None: an error, which `why` has."""
+
+    worst: float | None
+    why: str
+    seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.worst is not None and self.worst < EXACT
+
+    def text(self, name: str) -> str:
+        worst = "" if self.worst is None else f"{self.worst:.0e}"
+        return f"| {name} | {'yes' if self.is_right else 'no'} | {worst} | {self.why} |"
+
+
+def measure(model: Model, schedule: str) -> Measured:
+    start = time.process_time()
+    try:
+        worst, why = compare(model, schedule), ""
+    except Exception as error:
+        worst, why = None, f"{type(error).__name__}: {error}".split("\n")[0]
+    return Measured(worst, why, round(time.process_time() - start, 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=MODELS, nargs="*")
     parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--json", type=Path, help="rows, of this and of earlier calls")
+    parser.add_argument("--count", type=int, default=len(MODELS), help="models in this call")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    print("| model | in stages | why not |\n|---|---|---|")
-    right = 0
-    for name, model in MODELS.items():
-        if args.only and name not in args.only:
-            continue
-        start = time.process_time()
-        try:
-            worst = compare(model, args.schedule)
-            is_right, why = worst < EXACT, f"differs by {worst:.0e}"
-        except Exception as error:
-            if args.only and len(args.only) == 1:
-                raise
-            is_right, why = False, f"{type(error).__name__}: {error}".split("\n")[0]
-            worst = float("nan")
-        right += is_right
-        seconds = "" if not args.only else f" {worst:.1e}, {time.process_time() - start:.0f} s"
-        print(
-            f"| {name} | {'yes' if is_right else 'no'} | {'' if is_right else why} |{seconds}",
-            flush=True,
-        )
-    if not args.only:
-        print(f"\n{right} of {len(MODELS)}")
+    without_broken_packages()
+    if args.only and len(args.only) == 1:
+        worst = compare(MODELS[args.only[0]], args.schedule)
+        print(Measured(worst, "", 0.0).text(args.only[0]))
+        return
+    rows: dict[str, Measured] = {}
+    if args.json and args.json.exists():
+        rows = {name: Measured(**row) for name, row in json.loads(args.json.read_text()).items()}
+    left = [name for name in args.only or MODELS if name not in rows]
+    for name in left[: args.count]:
+        rows[name] = measure(MODELS[name], args.schedule)
+        print(rows[name].text(name), f"{rows[name].seconds} s", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps({n: asdict(row) for n, row in rows.items()}, indent=1))
+    print("\n| model | in stages | largest difference | why not |\n|---|---|---|---|")
+    print(*(row.text(name) for name, row in rows.items()), sep="\n")
+    print(f"\n{sum(row.is_right for row in rows.values())} of {len(rows)}")
 
 
 if __name__ == "__main__":

@@ -143,6 +143,15 @@ def repeated(model, x):
     return x
 
 
+def swapped(model, x):
+    """Pass block 0's value on to block 2, where block 1 has left its own."""
+    values = [None]
+    for i, layer in enumerate(model.layers):
+        x, value = layer(x, values[0] if i == 2 else values[-1])
+        values = [value, value] if i == 0 else [values[0], value + 0]
+    return x
+
+
 class Model(nn.Module):
     def __init__(self, kind, loop, layers):
         super().__init__()
@@ -207,6 +216,7 @@ def check(kind, loop, layers, make, mesh, **options):
         (Longer, plain, 4, "1f1b", "stage=2", {}),
         (Repeated, repeated, 4, "1f1b", "data=2,stage=2", {"rows": ("alibi",)}),
         (Repeated, repeated, 2, "pipeline", "stage=2", {"rows": ("alibi",)}),
+        (Mixed, swapped, 4, "1f1b", "stage=2", {}),
     ],
 )
 def test_values_between_blocks(kind, loop, layers, make, mesh, options):
@@ -250,15 +260,6 @@ def kept(model, x):
     return mixed(model, x) + model.layers[0](x)[1]
 
 
-def swapped(model, x):
-    """Pass block 0's value on to block 2, where block 1 has left its own."""
-    values = [None]
-    for i, layer in enumerate(model.layers):
-        x, value = layer(x, values[0] if i == 2 else values[-1])
-        values = [value, value] if i == 0 else [values[0], value + 0]
-    return x
-
-
 def transposed(model, x):
     x = x.transpose(0, 1)
     for layer in model.layers:
@@ -274,7 +275,6 @@ def twice(model, x):
     "kind, loop, words",
     [
         (Longer, transposed, "the layers take 5 rows, and no argument of the model has as many"),
-        (Mixed, swapped, "reads a value between two blocks"),
         (Longer, twice, "calls layers that are stages of a pipeline a second time"),
         (Mixed, kept, "calls layers|in a loop over blocks|second time"),
     ],

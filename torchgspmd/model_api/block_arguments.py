@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from .alike import numbered
-from .block_loops import SharedArguments, is_same, misused
+from .between_blocks import Picked, misused
+from .state_routes import SharedArguments, is_same
 
 
 class BlockArguments:
@@ -33,13 +35,20 @@ class BlockArguments:
             self.trees.append(tree)
         self.each, self.row_tensors = each, dict[int, Tensor]()
 
-    def divide_rows(self, block: nn.Module, names: Sequence[str] | None, batch: int) -> None:
+    def divide_rows(
+        self,
+        block: nn.Module,
+        names: Sequence[str] | None,
+        batch: int,
+        kinds: Sequence[Hashable] = (),
+    ) -> None:
         """Find the tensors that have a row for each batch row.
 
         Args:
             block: A block, whose forward names the positional arguments.
             names: Names for the arguments that have such rows; None: there are none.
             batch: Number of batch rows.
+            kinds: Of the blocks. Those of one kind may have different rows.
         """
         found: list[str] = []
         for leaves, shared in {id(a): (x, a) for x, a in zip(self.leaves, self.each)}.values():
@@ -61,11 +70,40 @@ class BlockArguments:
                     )
                 if name in names:
                     self.row_tensors[id(leaf)] = leaf
+            of_works = (each for work in shared.works for each in zip(work.rows, work.inputs))
+            self.row_tensors |= {
+                id(leaf): leaf for rows, leaf in of_works if rows and isinstance(leaf, Tensor)
+            }
+        for kind in dict.fromkeys(kinds):
+            self._pick_rows([i for i, each in enumerate(kinds) if each == kind])
         if unknown := set(names or ()) - {*found, *inspect.signature(block.forward).parameters}:
             raise ShardingError.here(
                 f"rows of a pipeline names an argument '{min(unknown)}', which its blocks lack",
                 fix=did_you_mean(min(unknown), dict.fromkeys(found)),
             )
+
+    def _pick_rows(self, blocks: Sequence[int]) -> None:
+        """Give blocks one tensor, where each has other rows, and the number of its column."""
+        first = blocks[0]
+        if any(self.trees[block] != self.trees[first] for block in blocks):
+            return
+        picked: dict[int, list[Picked]] = {}
+        for i, leaf in enumerate(self.leaves[first]):
+            values = [self.leaves[block][i] for block in blocks]
+            distinct = {id(x): x for x in values if isinstance(x, Tensor)}
+            if len(distinct) > 1 and all(
+                id(x) in self.row_tensors and (x.shape, x.dtype) == (leaf.shape, leaf.dtype)
+                for x in values
+            ):
+                rows, numbers = torch.stack([*distinct.values()], 1), [*distinct]
+                self.row_tensors[id(rows)] = rows
+                picked[i] = [Picked(rows, torch.tensor(numbers.index(id(x)))) for x in values]
+        for place, block in enumerate(blocks if picked else ()):
+            leaves = [
+                picked[i][place] if i in picked else x for i, x in enumerate(self.leaves[block])
+            ]
+            whole = pytree.tree_unflatten(leaves, self.trees[block])
+            self.leaves[block], self.trees[block] = pytree.tree_flatten(whole)
 
     def kinds(self, slots: Sequence[Sequence[int]], own: bool) -> list[int]:
         """Number the arguments of slots, the same ones alike. slots: block numbers of each.
@@ -76,7 +114,7 @@ class BlockArguments:
         return numbered(firsts, lambda a, b: self._are_alike(a, b, own))
 
     def _are_alike(self, one: int, other: int, own: bool) -> bool:
-        if self.each[one] is self.each[other]:
+        if self.each[one] is self.each[other] and self.leaves[one] is self.leaves[other]:
             return True
         return self.trees[one] == self.trees[other] and all(
             is_same(a, b) or own and self._may_differ(a, b)

@@ -6,113 +6,52 @@
     for block in blocks:            a block may return more than the next one takes, and take more
         x, first = block(x, first)  than one value of the blocks before: block_routes.py
 
-A block that gets no value of its predecessor's raises. So does every operation on a value between
-two blocks: no program computes it. Blocks may get arguments of their own (BlockArguments).
+A block that gets no value of the blocks before raises. An operation on a value between two blocks
+is a part of the program of the block before it (block_works.py). Values that are read behind the
+loop are a part of the state. Blocks may get arguments of their own (BlockArguments).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from ..capture import is_capturing
+from ..capture.state.state_inputs import Retrace
+from ..capture.trace_context import current_sites
 from ..capture.traced_values import (
     are_same_operations,
     is_computed_leaf,
     operands_read,
     reads_directly,
 )
-from ..compat.private_apis import DisableTorchFunction
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
+from .between_blocks import (
+    Between,
+    Origin,
+    RecordedStep,
+    Work,
+    apart,
+    misused,
+    results_of_loops,
+)
 from .block_calls import of_blocks
-from .block_routes import BlockCall, BlockResults, Origin, Route, RoutedCalls, find_route
+from .block_hooks import call_hooks, leaves_of, seen_by_hooks
+from .block_routes import BlockCall, BlockResults, RoutedCalls, find_route
+from .block_works import CallsWithWorks
+from .state_routes import EachArguments, SharedArguments, check_alike, is_same
 
-# Reads of a tensor's facts.
-_FACTS = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "__len__"}
 # By module: the loop whose results are known, while pipeline_model runs a forward again.
 first_loops: ContextVar[dict[nn.Module, BlockLoop] | None] = ContextVar("first", default=None)
 # The loops over a module by `blocks[i]`, until the last block has run.
 _by_index: WeakKeyDictionary[nn.Module, BlockLoop] = WeakKeyDictionary()
-
-
-def misused(what: str) -> ShardingError:
-    return ShardingError.here(
-        f"{what} in a loop over blocks that run as one",
-        why="the loop of a stack or pipeline computes `x = block(x, ...)` for all blocks at once",
-        fix="put what stands between two calls into the blocks, and pass all blocks the same",
-    )
-
-
-class _Between(Tensor):
-    """A value between two blocks, which has a shape and no numbers.
-
-    origin: the block, and the number of its result. value: a tensor like it, in a run that no
-    program keeps.
-    """
-
-    origin: Origin
-    value: Tensor
-    loop: BlockLoop | None = None  # of a lone block, whose last call is known when it is read
-
-    @staticmethod
-    def like(x: Tensor, origin: Origin, rows: tuple[int, int] = (0, 0)) -> Tensor:
-        """Return one with a tensor's shape and type. rows: (before, now), of the batch."""
-        shape = [*x.shape]
-        if shape and shape[0] == rows[0]:
-            shape[0] = rows[1]
-        between = Tensor._make_wrapper_subclass(_Between, shape, dtype=x.dtype, device=x.device)
-        between.origin, between.value = origin, x
-        return between
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _FACTS:
-            with DisableTorchFunction():
-                return func(*args, **(kwargs or {}))
-        read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, _Between)]
-        if all(x.loop for x in read):
-            args, kwargs = results_of_loops((args, kwargs or {}))
-            return func(*args, **kwargs)
-        raise misused(f"{getattr(func, '__name__', func)} reads a value between two blocks")
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        raise misused(f"{func} reads a value between two blocks")
-
-
-def results_of_loops(tree: Any) -> Any:
-    """Return a tree with the results of a lone block's loops, which end here."""
-    return pytree.tree_map_only(_Between, lambda x: x.loop.result(x) if x.loop else x, tree)
-
-
-class SharedArguments(NamedTuple):
-    """Arguments of a block, besides the previous block's result.
-
-    route: None for `x = block(x, ...)`. Else the arguments are all, with a StateLeaf for each value
-    that passes from block to block.
-    """
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}
-    route: Route | None = None
-
-
-class EachArguments(tuple[SharedArguments, ...]):
-    """The arguments of each block, as a loop over the blocks has passed them.
-
-    filled: blocks that get a value which they would compute alike.
-    """
-
-    filled: frozenset[int] = frozenset()
+_WANTED = "between"  # begins a key of a value that is read behind its loop
 
 
 class BlockLoop:
@@ -131,68 +70,187 @@ class BlockLoop:
     ) -> None:
         self.module, self.what, self.kinds, self.run_one = module, what, kinds, run_one
         self.calls: list[BlockCall] = []
+        self.steps: list[list[RecordedStep]] = []  # of the operations behind each block
+        self.works = CallsWithWorks([], [], kinds, ())
         self.routed: RoutedCalls | None = None
         self.first: BlockLoop | None = None
         self.results: list[Any] | None = None  # of a lone block's last call, as leaves
+        self.found: dict[Origin, Any] | None = None  # values behind the loop, which has run
+        # The values that the caller's code has.
+        self.values = WeakSet[Between]()
 
     def call(self, number: int, *args: object, **kwargs: object) -> Any:
         if not is_capturing() or self.module.runs_in_turn():
             return self.run_one(number, *args, **kwargs)
+        has_run = self.found is not None and not number
+        args, kwargs = pytree.tree_map_only(
+            Between,
+            lambda x: x if x.loop is self and not has_run else x.loop.result(x),
+            (args, kwargs),
+        )
         if self.module.is_repeated:
             number, args, kwargs = self._again(args, kwargs)
+        if number > len(self.calls):
+            raise misused(
+                f"block {number} is called before block {len(self.calls)}",
+                "pass the blocks in the order in which forward calls them, and call each",
+            )
+        if number < len(self.calls) and number and self.found is None:
+            raise misused(f"block {number} is called a second time", "call each block once")
         # A recomputed call has its value already.
-        del self.calls[number:]
+        del self.calls[number:], self.steps[number:]
         leaves, tree = pytree.tree_flatten((args, kwargs))
         if not number:
-            loops = first_loops.get()
+            loops, self.found = first_loops.get(), None
             first = self if loops is None else loops.setdefault(self.module, self)
             self.first = None if first is self else first
         before = {path: leaf for path, leaf in self.calls[-1].named()} if self.calls else {}
-        call = BlockCall(leaves, tree, [], BlockResults([], None, [], []))
-        passed = {path: leaf for path, leaf in call.named() if isinstance(leaf, _Between)}
-        if number and not any(self._is_of(number - 1, leaf) for leaf in passed.values()):
-            raise misused(f"block {number} does not get the result of block {number - 1}")
+        own = [x.copy() if isinstance(x, Between) else x for x in leaves]
+        call = BlockCall(own, tree, BlockResults([], None, [], []))
+        passed = {path: leaf for path, leaf in call.named() if isinstance(leaf, Between)}
+        if number and not passed:
+            raise misused(
+                f"block {number} does not get the result of block {number - 1}",
+                "pass it as a tensor, or in a tuple, list or dict; a dataclass after "
+                "torch.export.register_dataclass(its class)",
+            )
         for path, leaf in passed.items():
-            if not self._is_of(leaf.origin[0], leaf):
+            if leaf.origin[0] >= number:
                 raise misused(f"block {number} gets a value that is no result of a block before")
             check_alike(self.what, before.get(path, leaf), leaf)
         results = self._results(number, call)
+        is_again = self.found is not None and bool(number)
         rows = (0, 0)
         if self.first is not None:
             rows = _rows(self.first.calls[number].leaves), _rows(leaves)
-        returned = [
-            _Between.like(x, (number, i), rows) if isinstance(x, Tensor) else x
-            for i, x in enumerate(results.leaves)
-        ]
-        self.calls.append(call._replace(returned=returned, results=results))
-        if self.module.is_repeated:
-            for x in returned:
-                if isinstance(x, _Between):
-                    x.loop = self
-        elif number == len(self.kinds) - 1:
-            return self._run_all()
+        self.calls.append(call._replace(results=results))
+        self.steps.append([])
+        returned = self._between(results.leaves, number, 0, rows)
+        count = results.tree.num_leaves
+        if results.seen and not is_again:
+            inner = call_hooks(results.seen, returned[count:])
+            if inner and self.first is None:
+                self.module.inner_hooks += inner
+                raise Retrace("hooks of its blocks change values", lambda: None)
+        returned = returned[:count]
+        if number < len(self.kinds) - 1 or self.module.is_repeated:
+            return pytree.tree_unflatten(returned, results.tree)
+        # The operations behind the last block may be those behind the others.
+        if not self.steps[number - 1 :][0]:
+            self._run_all()
+            returned = [self.found_or(x) for x in returned]
         return pytree.tree_unflatten(returned, results.tree)
+
+    def _between(
+        self, results: Sequence[Any], number: int, start: int, rows: tuple[int, int] = (0, 0)
+    ) -> list[Any]:
+        """Return values that stand for results of a block, or of the work behind it."""
+        found = [
+            Between.like(x, (number, start + i), self, rows) if isinstance(x, Tensor) else x
+            for i, x in enumerate(results)
+        ]
+        self.values.update(x for x in found if isinstance(x, Between))
+        return found
 
     def _again(self, args: Any, kwargs: Any) -> tuple[int, Any, Any]:
         """Return the number of a lone block's call, and its arguments."""
         if self.results is not None:
             args, kwargs = results_of_loops((args, kwargs))
-        if not any(isinstance(x, _Between) for x in pytree.tree_leaves((args, kwargs))):
-            self.calls, self.results = [], None
+        if not any(isinstance(x, Between) for x in pytree.tree_leaves((args, kwargs))):
+            self.calls, self.steps, self.results = [], [], None
         return len(self.calls), args, kwargs
 
-    def result(self, x: _Between) -> Any:
-        """Return a result of a lone block's last call, behind which something reads it."""
-        if x.origin[0] != len(self.calls) - 1:
-            raise misused("an operation reads a value between two blocks")
-        if self.results is None:
-            self.results = pytree.tree_leaves(self._run_all())
-        return self.results[x.origin[1]]
+    def record(self, step: RecordedStep) -> Any:
+        """Return the results of an operation between two blocks."""
+        is_open = not self.module.is_repeated and self.found is None
+        own = [
+            x.loop.result(x) if isinstance(x, Between) and x.loop is not self else x
+            for x in step.leaves
+        ]
+        step = step._replace(leaves=tuple(own))
+        if is_open and (unit := step.unit()) is not None:
+            return unit
+        copied = [x.copy() if isinstance(x, Between) else x for x in own]
+        copied = step._replace(leaves=tuple(copied))
+        is_last = len(self.calls) == len(self.kinds)
+        if is_open and is_last and not self.works_now().goes_on(copied):
+            self._run_all()
+            is_open = False
+        if not is_open:
+            return step.run(results_of_loops(own))
+        with apart(), torch.no_grad():
+            results = step.like_values()
+        leaves, tree = pytree.tree_flatten(results)
+        number = len(self.calls) - 1
+        start = len(self.calls[-1].results.leaves) + sum(len(s.results) for s in self.steps[-1])
+        self.steps[-1].append(copied._replace(results=tuple(leaves)))
+        returned = self._between(leaves, number, start)
+        if is_last and len(self.steps[-1]) == len(self.steps[-2]):
+            self._run_all()
+            returned = [self.found_or(x) for x in returned]
+        return pytree.tree_unflatten(returned, tree)
 
-    def _is_of(self, number: int, leaf: _Between) -> bool:
-        """Return whether a value is the last result of a block in this loop."""
-        block, i = leaf.origin
-        return block == number < len(self.calls) and self.calls[block].returned[i] is leaf
+    def works_now(self) -> CallsWithWorks:
+        return CallsWithWorks(self.calls, self.steps, self.kinds, self._wanted())
+
+    def found_or(self, x: Any) -> Any:
+        """Return a value that is known behind the loop; itself, if it is none of these."""
+        return x if not isinstance(x, Between) else (self.found or {}).get(x.origin, x)
+
+    def result(self, x: Between) -> Any:
+        """Return a value behind the loop."""
+        block, number = x.origin
+        if self.module.is_repeated:
+            if block != len(self.calls) - 1:
+                raise misused("an operation reads a value between two blocks")
+            if self.results is None:
+                self.results = pytree.tree_leaves(self._run_all())
+            return self.results[number]
+        if self.found is None:
+            if len(self.calls) < len(self.kinds):
+                raise misused(
+                    f"a value is read, and block {len(self.calls)} is not called",
+                    "leave out of the list the blocks that forward does not call",
+                )
+            self._run_all()
+        assert self.found is not None
+        if x.origin not in self.found:
+            if not self._is_computable(x.origin):
+                raise self._not_found(x)
+            place = self.works.place_of(x.origin)
+            assert place is not None
+            step = self.steps[block][place[0]]
+            results = step.run(results_of_loops(step.leaves))
+            for i, each in enumerate(pytree.tree_leaves(results)):
+                self.found[block, place[1] + i] = each
+        return self.found[x.origin]
+
+    def _is_computable(self, origin: Origin) -> bool:
+        """Return whether a value behind the loop is known, or computed from others that are."""
+        if origin in (self.found or {}):
+            return True
+        if (place := self.works.place_of(origin)) is None:
+            return False
+        leaves = self.steps[origin[0]][place[0]].leaves
+        return all(self._is_computable(x.origin) for x in leaves if isinstance(x, Between))
+
+    def _wanted(self) -> list[Origin]:
+        """Return the values that a trace before has read behind the loop."""
+        sites = current_sites()
+        keys = [key.split() for key in sites.kept] if sites else []
+        of_self = [key for key in keys if key[:2] == [_WANTED, str(id(self.module))]]
+        return sorted((int(block), int(number)) for _, _, block, number in of_self)
+
+    def _not_found(self, x: Between) -> BaseException:
+        """Return what is raised for a value that the blocks' program does not return yet."""
+        sites, known = current_sites(), {*self._wanted()}
+        if sites is None or x.origin in known:
+            return misused("an operation reads a value between two blocks")
+        # A list of the values that all blocks return is read one by one.
+        origins = {y.origin for y in self.values if y.origin[1] == x.origin[1]} | {x.origin}
+        keys = {f"{_WANTED} {id(self.module)} {block} {number}" for block, number in origins}
+        kept = sites.kept
+        return Retrace("it reads results of blocks behind their loop", lambda: kept.update(keys))
 
     def _results(self, number: int, call: BlockCall) -> BlockResults:
         """Return the results of a block, for a call."""
@@ -209,19 +267,31 @@ class BlockLoop:
         self, number: int, call: BlockCall, leaves: Sequence[object]
     ) -> Callable[[], tuple[list[Any], Any]]:
         """Return a run of a block in the trace. No program keeps what nothing reads of it."""
-        values = [x.value if isinstance(x, _Between) else x for x in leaves]
-        args, kwargs = pytree.tree_unflatten(values, call.tree)
-        return lambda: pytree.tree_flatten(self.run_one(number, *args, **kwargs))
+        values = [x.value if isinstance(x, Between) else x for x in leaves]
+        args, kwargs, *works = pytree.tree_unflatten(values, call.tree)
+
+        def run() -> tuple[list[Any], Any]:
+            with seen_by_hooks(self.module.whole(number), self._inner()) as seen:
+                leaves, tree = pytree.tree_flatten(self.run_one(number, *args, **kwargs))
+            leaves += leaves_of(seen)
+            return Work.all_results(works, (args, kwargs), leaves), (tree, seen)
+
+        return run
+
+    def _inner(self) -> Any:
+        """Return the hooks that run in the blocks' program; None for all."""
+        return None if self.module.is_repeated else self.module.inner_hooks
 
     def _run_alone(self, number: int, call: BlockCall) -> BlockResults:
-        values = [x.value if isinstance(x, _Between) else x for x in call.leaves]
-        with _apart(), torch.no_grad():
-            (results, tree), reads = operands_read(self._run(number, call, values), values)
-        return BlockResults(results, tree, reads, [_same(x, values) for x in results])
+        values = [x.value if isinstance(x, Between) else x for x in call.leaves]
+        with apart(), torch.no_grad():
+            (results, (tree, seen)), reads = operands_read(self._run(number, call, values), values)
+        same = [_same(x, values) for x in results]
+        return BlockResults(results, tree, reads, same, frozenset(), tuple(seen))
 
     def computed(self, number: int, call: BlockCall, leaves: Sequence[object]) -> list[Any]:
         """Return the leaves of a block's results."""
-        with _apart():
+        with apart():
             results, _ = self._run(number, call, leaves)()
         # A checkpoint's own zeros ask for a gradient, which nothing wants.
         return [x.detach() if is_computed_leaf(x) else x for x in results]
@@ -230,7 +300,7 @@ class BlockLoop:
         self, number: int, call: BlockCall, leaves: Sequence[object], results: Sequence[int]
     ) -> bool:
         """Return whether a block computes these results as it did, and reads no additions."""
-        with _apart(), torch.no_grad():
+        with apart(), torch.no_grad():
             found, _ = self._run(number, call, leaves)()
         before = [call.results.leaves[i] for i in results]
         shared = are_same_operations(before, [found[i] for i in results])
@@ -239,24 +309,36 @@ class BlockLoop:
         return shared is not None and not reads_directly(shared, own)
 
     def _run_all(self) -> Any:
+        """Run all blocks; return the last one's results."""
         if self.first is not None:
-            self.routed = self.first.routed
+            self.routed, self.works = self.first.routed, self.first.works
         else:
-            self.routed = find_route(self.calls, self)
+            self.works = self.works_now()
+            self.routed = find_route(self.works.calls, self, self.works.wanted, self.works.groups)
         _by_index.pop(self.module, None)
+        last = self.calls[-1].results
         if self.routed is None:
             each = [pytree.tree_unflatten(call.leaves, call.tree) for call in self.calls]
-            shared = [SharedArguments(tuple(a[1:]), k) for a, k in each]
-            return self.module(each[0][0][0], EachArguments(shared))
-        shared = [SharedArguments(*arguments) for arguments in self.routed.arguments]
+            has_seen = any(call.results.seen for call in self.calls)
+            shared = [SharedArguments(tuple(a[1:]), k, has_called_hooks=has_seen) for a, k in each]
+            whole = self.module(each[0][0][0], EachArguments(shared))
+            leaves = pytree.tree_leaves(whole)
+            self.found = {(len(self.calls) - 1, i): x for i, x in enumerate(leaves)}
+            return whole
+        hooked = not self.module.is_repeated
+        shared = [
+            SharedArguments(*arguments)._replace(has_called_hooks=hooked)
+            for arguments in self.routed.arguments
+        ]
         each = EachArguments(shared)
         each.filled = self.routed.filled
         state = self.module(self.routed.state, each)
-        returned = [*self.calls[-1].returned]
-        for x, i in zip(state, self.routed.arguments[-1][2].results):
-            if i is not None:
-                returned[i] = x
-        return pytree.tree_unflatten(returned, self.calls[-1].results.tree)
+        self.found = {
+            self.works.raw(origin): place.read(state) for origin, place in self.routed.final
+        }
+        number = len(self.calls) - 1
+        returned = self._between(last.leaves, number, 0)[: last.tree.num_leaves]
+        return pytree.tree_unflatten([self.found_or(x) for x in returned], last.tree)
 
 
 def loop_by_index(module: nn.Module, make: Callable[[], BlockLoop]) -> BlockLoop:
@@ -288,18 +370,6 @@ class BlockPlace(nn.Module):
         return self._calls.call(self._number, *args, **kwargs)
 
 
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Keep nothing of a run: operations behind it draw its numbers again, and cast weights anew."""
-    state, is_cached = torch.get_rng_state(), torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # without gradients, a weight's cast has none
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(is_cached)
-        torch.set_rng_state(state)
-
-
 def _rows(leaves: Sequence[object]) -> int:
     """Return the rows of the first tensor, the batch's."""
     return next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()), 0)
@@ -314,37 +384,6 @@ def _same(result: object, values: Sequence[object]) -> int | None:
 
 def _are_alike(one: object, other: object) -> bool:
     """Return whether a block's results have one structure for either argument."""
-    if isinstance(one, _Between) and isinstance(other, _Between):
+    if isinstance(one, Between) and isinstance(other, Between):
         return (one.shape, one.dtype) == (other.shape, other.dtype)
     return is_same(one, other)
-
-
-def is_same(one: object, other: object) -> bool:
-    """Return whether two leaves are one tensor, or equal other values."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    return one is other or bool(one == other)
-
-
-def check_alike(what: str, taken: Any, returned: Any) -> None:
-    """Raise unless a block returns a value that the next one can take in its place."""
-    before, tree = pytree.tree_flatten(taken)
-    after, other = pytree.tree_flatten(returned)
-    if all(x is None for x in before):  # the first block makes the value
-        return
-    if tree != other or _text(before) != _text(after):
-        raise ShardingError.here(
-            f"a block of a {what} takes {_text(before)} and returns {_text(after)}",
-            why="all blocks are one program: their value keeps its shape, dtype and structure",
-            fix=f"leave out of the {what} what changes shape, dtype or structure; set param_dtype= "
-            "in place of torch.autocast",
-        )
-
-
-def _text(leaves: Sequence[Any]) -> str:
-    """Return the dtypes and sizes of leaves."""
-    texts = [
-        f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" if isinstance(x, Tensor) else repr(x)
-        for x in leaves
-    ]
-    return ", ".join(texts)

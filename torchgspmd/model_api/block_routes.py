@@ -9,44 +9,26 @@ for block in blocks:                            state: h, first. Block 0 sets th
 
 for block in blocks:                            state: h. No state enters bias (T5), so it is
     h, bias = block(h, bias)                    computed once before, and is an argument
+
+for block in blocks:                            state: h, total, and kept [rows, columns, ...].
+    h, loss = block(h)                          Blocks whose values follow from other results are
+    total = total + loss                        one program, which chooses; each fills its column
+    kept.append(h)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
-
-Origin = tuple[int, int]  # a block, and the number of its result
-
-
-@dataclass(frozen=True)
-class StateLeaf:
-    """Stands in a block's arguments for a leaf of the state."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Route:
-    """results: for each leaf of the state the block's result that follows; None: it stays."""
-
-    results: tuple[int | None, ...]
-
-    @staticmethod
-    def arguments(state: Sequence[Tensor], args: object, kwargs: object) -> Any:
-        """Return the arguments of a block for a state."""
-        return pytree.tree_map_only(StateLeaf, lambda slot: state[slot.number], (args, kwargs))
-
-    def after(self, state: Sequence[Tensor], results: object) -> list[Any]:
-        """Return the state behind a block with these results."""
-        leaves = pytree.tree_leaves(results)
-        return [x if i is None else leaves[i] for x, i in zip(state, self.results)]
+from .between_blocks import Filler, Origin, Picked, one_hot
+from .block_hooks import Seen
+from .state_routes import Choice, Column, Columns, Place, Route, StateLeaf
 
 
 class BlockResults(NamedTuple):
@@ -54,41 +36,43 @@ class BlockResults(NamedTuple):
 
     leaves: tensors like its own, and other values. reads: for each leaf, the numbers of the
     arguments' leaves that it is computed from. same: for each, the number of the argument that it
-    is.
+    is. fillers: numbers of those that nothing reads. seen: the calls of the block's hooks, whose
+    leaves follow the leaves that `tree` has.
     """
 
     leaves: list[Any]
     tree: Any
     reads: list[frozenset[int]]
     same: list[int | None]
+    fillers: frozenset[int] = frozenset()
+    seen: tuple[Seen, ...] = ()
 
 
 class BlockCall(NamedTuple):
-    """A block's call.
-
-    leaves, tree: its (args, kwargs). returned: leaves that stand for its results.
-    """
+    """A block's call. leaves, tree: its (args, kwargs), and its works if there are any."""
 
     leaves: list[Any]
     tree: Any
-    returned: list[Any]
     results: BlockResults
 
     def named(self) -> list[tuple[str, Any]]:
         """Return the arguments' leaves by their paths."""
-        named, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(self.leaves, self.tree))
-        return [(pytree.keystr(path), leaf) for path, leaf in named]
+        whole = pytree.tree_unflatten([*range(len(self.leaves))], self.tree)
+        named, _ = pytree.tree_flatten_with_path(whole)
+        return [(pytree.keystr(path), self.leaves[i]) for path, i in named]
 
 
 class RoutedCalls(NamedTuple):
-    """state: its leaves before the first block. arguments: (args, kwargs, route), by block.
+    """state: its leaves before the first block. arguments: those of SharedArguments, by block.
 
-    filled: blocks that get a value which they would compute alike.
+    filled: blocks that get a value which they would compute alike. final: values that the last
+    state has.
     """
 
     state: list[Tensor]
-    arguments: list[tuple[Any, Any, Route]]
+    arguments: list[tuple[Any, ...]]
     filled: frozenset[int]
+    final: list[tuple[Origin, Place]]
 
 
 class Runs(Protocol):
@@ -105,9 +89,20 @@ class Runs(Protocol):
         ...
 
 
-def find_route(calls: Sequence[BlockCall], runs: Runs) -> RoutedCalls | None:
-    """Return the route of the values between calls; None for x = block(x, ...) alone."""
-    return None if _is_plain(calls) else _Search(calls, runs).run()
+def find_route(
+    calls: Sequence[BlockCall],
+    runs: Runs,
+    wanted: Sequence[Origin] = (),
+    groups: Sequence[int] | None = None,
+) -> RoutedCalls | None:
+    """Return the route of the values between calls; None for x = block(x, ...) alone.
+
+    wanted: values that are read behind the loop. groups: of the blocks that run one program, which
+    chooses whose results follow; None: each follows its own route.
+    """
+    if groups is None and _is_plain(calls):
+        return None
+    return _Search(calls, runs, wanted, groups).run()
 
 
 def _is_plain(calls: Sequence[BlockCall]) -> bool:
@@ -134,8 +129,14 @@ def origin_of(leaf: object) -> Origin | None:
 
 
 class _Search:
-    def __init__(self, calls: Sequence[BlockCall], runs: Runs) -> None:
-        self.calls, self.runs = calls, runs
+    def __init__(
+        self,
+        calls: Sequence[BlockCall],
+        runs: Runs,
+        wanted: Sequence[Origin],
+        groups: Sequence[int] | None,
+    ) -> None:
+        self.calls, self.runs, self.wanted, self.groups = calls, runs, [*wanted], groups
         self.named = [dict(call.named()) for call in calls]
         paths = [*dict.fromkeys(path for named in self.named for path in named)]
         # Arguments that get values between blocks: of the state, or computed before the blocks.
@@ -143,6 +144,7 @@ class _Search:
         if len(calls) == 1:
             self.passing = [p for p in paths if isinstance(self.named[0][p], Tensor)][:1]
         self.computed: dict[int, list[Any]] = {}  # by block, its results without a state
+        self.stored: list[Origin] = []  # results that several blocks further on get
 
     def run(self) -> RoutedCalls:
         tensors = [p for p in self.passing if isinstance(self.named[0].get(p), Tensor)]
@@ -162,17 +164,98 @@ class _Search:
                 if any(self._has_state(origin, known) for origin in origins):
                     self.state.add(path)
         slots = [p for p in self.passing if p in self.state]
-        routes = [*zip(*(self._results(path) for path in slots))]
+        routes: dict[str, list[Any]] = {}
+        self.final: dict[Origin, Place] = {}
+        for path in slots:
+            if (route := self._results(path)) is not None:
+                routes[path] = route
+        slots = [*routes]
         x = self.named[0][tensors[0]]
         self.fill = {number: self._fill(number) for number in range(len(self.calls))}
-        return RoutedCalls(
-            [self._start(path, x) for path in slots],
-            [
-                (*self._arguments(number, slots), Route(tuple(results)))
-                for number, results in enumerate(routes)
-            ],
-            frozenset(number for number, fill in self.fill.items() if fill),
+        state = [self._start(path, x) for path in slots]
+        lifted = [i for i, leaf in enumerate(state) if self._is_lifted(leaf, x)]
+        for i, path in enumerate(slots):
+            self._note_last(path, routes[path], Place(i, None, i in lifted))
+        columns = self._columns(len(state), x)
+        state += [each.start for each in columns]
+        lifted += [len(slots) + i for i, each in enumerate(columns) if each.is_lifted]
+        state = [
+            leaf.expand(len(x), *leaf.shape) if i in lifted and i < len(slots) else leaf
+            for i, leaf in enumerate(state)
+        ]
+        choices: list[list[Tensor]] = [[] for _ in self.calls]
+        chosen = (
+            [self._chosen(routes[p], choices) for p in slots]
+            if self.groups
+            else [routes[p] for p in slots]
         )
+        chosen += [self._filled_columns(each, choices) for each in columns]
+        arguments: list[tuple[Any, ...]] = []
+        for number, results in enumerate(zip(*chosen)):
+            args, kwargs, *works = self._arguments(number, slots)
+            route = Route(tuple(results), frozenset(lifted))
+            arguments.append((args, kwargs, route, *works, *[tuple(choices[number])] * len(works)))
+        filled = frozenset(number for number, fill in self.fill.items() if fill)
+        return RoutedCalls(state, arguments, filled, [*self.final.items()])
+
+    def _is_lifted(self, leaf: Tensor, x: Tensor) -> bool:
+        """Return whether a leaf has no batch rows. x: the first leaf."""
+        return self.groups is not None and (not leaf.dim() or leaf.shape[0] % x.shape[0] != 0)
+
+    def _note_last(self, path: str, results: Sequence[Any], place: Place) -> None:
+        """Note which value a leaf of the last state is."""
+        for block in reversed(range(len(results))):
+            if results[block] is not None:
+                self.final.setdefault((block, results[block]), place)
+                return
+
+    def _columns(self, start: int, x: Tensor) -> list[Columns]:
+        """Return tensors for the values that are read behind the loop, or by blocks further on."""
+        found: dict[Any, Columns] = {}
+        for origin in dict.fromkeys([*self.wanted, *self.stored]):
+            value = self.calls[origin[0]].results.leaves[origin[1]]
+            if origin in self.final or not isinstance(value, Tensor):
+                continue
+            key = origin[1], value.shape, value.dtype
+            is_lifted = self._is_lifted(value, x)
+            each = found.setdefault(key, Columns(value, start + len(found), is_lifted, len(x)))
+            self.final[origin] = Place(each.leaf, len(each.origins), is_lifted)
+            each.origins.append(origin)
+        return [*found.values()]
+
+    def _filled_columns(self, each: Columns, choices: list[list[Tensor]]) -> list[Any]:
+        """Return by block the result that a column follows from."""
+        groups = self.groups or []
+        number = each.origins[0][1]
+        with_columns = {groups[block] for block, _ in each.origins}
+        found: list[Any] = []
+        for block, call in enumerate(self.calls):
+            leaves = call.results.leaves
+            like = leaves[number] if number < len(leaves) else None
+            is_like = isinstance(like, Tensor) and like.shape == each.like.shape
+            if groups[block] not in with_columns or not is_like or like.dtype != each.like.dtype:
+                found.append(None)
+                continue
+            origin = block, number
+            column = each.origins.index(origin) if origin in each.origins else None
+            found.append(Column(number))
+            choices[block].append(one_hot(column, len(each.origins)))
+        return found
+
+    def _chosen(self, results: Sequence[Any], choices: list[list[Tensor]]) -> list[Any]:
+        """Return one choice for the blocks of a group whose results differ."""
+        assert self.groups is not None
+        options: dict[int, list[Any]] = {}
+        for group, result in zip(self.groups, results):
+            options.setdefault(group, [])
+            options[group] += [] if result in options[group] else [result]
+        found: list[Any] = []
+        for block, (group, result) in enumerate(zip(self.groups, results)):
+            if len(options[group]) > 1:
+                choices[block].append(torch.tensor(options[group].index(result)))
+                result = Choice(tuple(options[group]))
+            found.append(result)
+        return found
 
     def _has_state(self, origin: Origin, known: dict[Origin, bool]) -> bool:
         """Return whether a value is computed from the state."""
@@ -195,14 +278,21 @@ class _Search:
         before = None if same is None else origin_of(self.calls[block].leaves[same])
         return origin if before is None else self._source(before)
 
-    def _results(self, path: str) -> list[int | None]:
-        """Return for each block the number of the result that a leaf of the state is behind it."""
+    def _results(self, path: str) -> list[int | None] | None:
+        """Return for each block the number of the result that a leaf of the state is behind it.
+
+        None if it would have to be several values at once: they are stored in columns.
+        """
         found: list[int | None] = []
         content: Origin | None = None
         for number in range(len(self.calls) - 1):
             leaves = (named.get(path) for named in self.named[number + 1 :])
             needed = next((self._source(o) for leaf in leaves if (o := origin_of(leaf))), content)
             if needed is not None and needed[0] != number and needed != content:
+                if self.groups is not None:
+                    origins = [o for named in self.named if (o := origin_of(named.get(path)))]
+                    self.stored += [*map(self._source, origins)]
+                    return None
                 raise ShardingError.here(
                     f"a block gets the result of block {needed[0]}, behind block {number}, which "
                     "has left another value in its place",
@@ -219,8 +309,9 @@ class _Search:
         x, results = self.named[-1].get(path), self.calls[-1].results.leaves
         if usual is None or not isinstance(x, Tensor):
             return None
-        numbers = [usual, *range(len(results))]
-        for i, y in ((i, results[i]) for i in numbers if i < len(results)):
+        numbers = [i for i in (usual, *range(len(results))) if i < len(results)]
+        fillers = self.calls[-1].results.fillers
+        for i, y in ((i, results[i]) for i in numbers if i not in fillers):
             if isinstance(y, Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype):
                 return i
         return None
@@ -231,7 +322,12 @@ class _Search:
         if isinstance(leaf, Tensor):
             return leaf
         like = next(named[path] for named in self.named if origin_of(named.get(path)))
-        return x.new_zeros(like.shape, dtype=like.dtype)
+        if self.groups is None:
+            return x.new_zeros(like.shape, dtype=like.dtype)
+        # A work whose results nothing reads computes with it: its gradient has to be finite.
+        if (like.shape, like.dtype) == (x.shape, x.dtype):
+            return x.detach()
+        return x.new_ones(like.shape, dtype=like.dtype)
 
     def _fill(self, number: int) -> dict[str, int]:
         """Return arguments for which a block may get its own result, by path: the result's number.
@@ -260,13 +356,18 @@ class _Search:
         ]
         return found if self.runs.is_same(number, call, leaves, others) else {}
 
-    def _arguments(self, number: int, slots: Sequence[str]) -> tuple[Any, Any]:
+    def _arguments(self, number: int, slots: Sequence[str]) -> Any:
         """Return a block's arguments, with a StateLeaf for each value of the state."""
         leaves: list[Any] = []
         for path, leaf in self.named[number].items():
+            leaf, is_filler = (leaf.leaf, True) if isinstance(leaf, Filler) else (leaf, False)
             origin = origin_of(leaf)
-            if path in self.state and (origin or not number and isinstance(leaf, Tensor)):
+            if path in slots and (origin or not number and isinstance(leaf, Tensor)):
                 leaf = StateLeaf(slots.index(path))
+            elif origin and path in self.state:
+                place = self.final[self._source(origin)]
+                column = torch.tensor(0 if is_filler else place.column)
+                leaf = Picked(StateLeaf(place.leaf), column)
             elif origin:
                 leaf = self._computed(self._source(origin))
             elif path in self.fill[number]:

@@ -22,9 +22,11 @@ from ..compat.patches import setting
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from ..layout.mesh import Mesh
-from .block_loops import BlockLoop, SharedArguments, first_loops, results_of_loops
+from .between_blocks import results_of_loops
+from .block_loops import BlockLoop, first_loops
 from .pipeline_of_blocks import pipeline
 from .pipelined_blocks import Pipeline, at_blocks, in_model
+from .state_routes import SharedArguments
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -205,6 +207,8 @@ class _Step:
 
         leaves = [rows.get(str(i), leaf) for i, leaf in enumerate(self.leaves)]
         results, self.tree_of_results = pytree.tree_flatten(self._call(leaves, leave))
+        scalars = (isinstance(x, Tensor) and not x.dim() for x in results)
+        results = [results_of_loops(x) if known else x for x, known in zip(results, scalars)]
         # torch.vmap's tensors do not tell whether they have a gradient.
         scalars = (x for x in results if isinstance(x, Tensor) and not x.dim())
         loss = next((x for x in scalars if x.is_floating_point()), None)
@@ -222,7 +226,7 @@ class _Step:
     def _call(self, leaves: Sequence[object], stand_in: Callable[..., Any]) -> Any:
         args, kwargs = pytree.tree_unflatten([*leaves], self.tree)
         with setting(at_blocks, stand_in), setting(first_loops, self.loops):
-            return results_of_loops(self.forward(*args, **kwargs))
+            return self.forward(*args, **kwargs)
 
 
 _LOSS, _BEFORE = object(), "before"

@@ -58,9 +58,9 @@ from .block_groups import (
     run_places,
     stacks_of,
 )
-from .block_loops import EachArguments, SharedArguments
 from .scheduled import ScheduledStages, only
 from .stacked_blocks import StackedBlocks, Weights, check_blocks
+from .state_routes import EachArguments, SharedArguments
 
 Loss = Callable[..., Tensor]
 # What a call of the blocks does while pipeline_model runs the model around them.
@@ -249,7 +249,8 @@ class Pipeline(StackedBlocks):
         """Return a stage's program for a call. leaves: the first block's arguments."""
         own = BlockArguments(arguments)
         with of_blocks(0):
-            own.divide_rows(self.block, self.row_arguments, leaves[0].shape[0])
+            kinds = () if self.is_repeated else self.kinds_of_blocks()
+            own.divide_rows(self.block, self.row_arguments, leaves[0].shape[0], kinds)
         # Blocks of one slot whose arguments differ are in slots of their own, of which a stage has
         # one. The limit is that for kinds of blocks.
         filled = arguments.filled if isinstance(arguments, EachArguments) else frozenset[int]()

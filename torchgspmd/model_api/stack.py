@@ -24,8 +24,8 @@ from .block_groups import (
     run_places,
     stacks_of,
 )
-from .block_loops import SharedArguments
 from .stacked_blocks import StackedBlocks, check_blocks
+from .state_routes import SharedArguments
 
 
 def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:

@@ -26,15 +26,11 @@ from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
 from .alike import Alike
+from .between_blocks import Picked, Work
 from .block_calls import check_weights, of_blocks, separate
-from .block_loops import (
-    BlockLoop,
-    BlockPlace,
-    EachArguments,
-    SharedArguments,
-    check_alike,
-    loop_by_index,
-)
+from .block_hooks import leaves_of, seen_by_hooks
+from .block_loops import BlockLoop, BlockPlace, loop_by_index
+from .state_routes import EachArguments, SharedArguments, check_alike
 
 Weights = list[dict[str, Tensor]]  # by stack, and by name in a block
 # The weights that blocks had before they were stacked, by name. A pickle cannot keep them.
@@ -80,6 +76,7 @@ class StackedBlocks(nn.Module):
             own = {i: each for i, each in enumerate(blocks) if stacks[i] == stack}
             setattr(self, name, self._stand_in(stack, own, mesh))
         self.additions = frozenset(additions or ())
+        self.inner_hooks: list[object] = []  # of the blocks, which run in their program
         for number, block in (additions or {}).items():
             setattr(self, f"own{number}", block)
         named = [(i, *each) for i, block in enumerate(blocks) for each in block.named_parameters()]
@@ -242,17 +239,24 @@ class StackedBlocks(nn.Module):
         check_alike(self.what, x, y)
         return pytree.tree_leaves(y)
 
-    @staticmethod
     def run(
-        block: nn.Module, weights: dict[str, Tensor], x: object, shared: SharedArguments
+        self, block: nn.Module, weights: dict[str, Tensor], x: object, shared: SharedArguments
     ) -> Any:
         """Return a block's result, or the state that its route takes from it."""
-        args, kwargs = (x, *shared.args), {**shared.kwargs}
+        args, kwargs, works = (x, *shared.args), {**shared.kwargs}, shared.works
         if (route := shared.route) is not None:
-            args, kwargs = route.arguments(cast(Any, x), shared.args, kwargs)
+            args, kwargs, works = route.arguments(cast(Any, x), shared.args, kwargs, works)
+        else:
+            args, kwargs = Picked.all_values((args, kwargs))
+        inner = self.inner_hooks if shared.has_called_hooks else None
         with in_block():
-            y = torch.func.functional_call(block, weights, args, kwargs)
-        return y if route is None else route.after(cast(Any, x), y)
+            with seen_by_hooks(block, inner) as seen:
+                y = torch.func.functional_call(block, weights, args, kwargs)
+            if route is None:
+                return y
+            leaves = [*pytree.tree_leaves(y), *leaves_of(seen)]
+            values = Work.all_results(works, (args, kwargs), leaves)
+            return route.after(cast(Any, x), values, shared.choices)
 
     def _stacked(self, stack: int, tensors: Sequence[Tensor]) -> Tensor:
         """Stack a stack's tensors; the first stands for blocks that are missing."""

@@ -1,0 +1,121 @@
+"""Loops over blocks that compute between two blocks, and keep values for behind the loop."""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchgspmd as gspmd
+
+WIDTH, LENGTH, BATCH = 4, 5, 8
+EXACT = {"rtol": 1e-9, "atol": 1e-12}  # float64
+
+# What a loop does with block i's argument x, result y and second value v: a new x. `kept` is read
+# behind the loop, and adds to the loss.
+DOES = {
+    "residual": lambda m, i, x, y, v, kept: x + y,
+    "scaled": lambda m, i, x, y, v, kept: m.scale[i] * x + m.other[i] * y,
+    "first": lambda m, i, x, y, v, kept: y + m.other[i] * m.entered,
+    "number": lambda m, i, x, y, v, kept: x + 0.5**i * y,
+    "norm": lambda m, i, x, y, v, kept: m.norm(x + y),
+    "some": lambda m, i, x, y, v, kept: y + m.mix[i // 2](x) if i in (1, 2) else y,
+    "one": lambda m, i, x, y, v, kept: y + torch.tanh(m.conv(x.mT).mT) if i == 0 else y,
+    "losses": lambda m, i, x, y, v, kept: (kept.append(v.mean()), y)[1],
+    "total": lambda m, i, x, y, v, kept: (kept.append(v.mean() + sum(kept)), y)[1],
+    "states": lambda m, i, x, y, v, kept: (kept.append(y.square()), y)[1],
+    "every other": lambda m, i, x, y, v, kept: (kept.append(y) if i % 2 else None, y)[1],
+    "skips": lambda m, i, x, y, v, kept: (
+        (kept.append(y), y)[1] if i < m.count // 2 else y + m.scale[i] * kept.pop()
+        if kept else y
+    ),
+    "rows": lambda m, i, x, y, v, kept: y + m.entered * (i + 1) if i else y,
+    "dense": lambda m, i, x, y, v, kept: (kept.append(y), sum(kept) / len(kept))[1],
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.number = number
+
+    def forward(self, x):
+        y = self.down(torch.tanh(self.up(x)))
+        return y, y.square().flatten(0, 1)
+
+
+class Model(nn.Module):
+    def __init__(self, does, count):
+        super().__init__()
+        self.layers, self.count = nn.ModuleList(map(Block, range(count))), count
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.scale, self.other = (nn.Parameter(torch.rand(count)) for _ in range(2))
+        self.norm, self.conv = nn.LayerNorm(WIDTH), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.mix = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.does = does
+
+    def forward(self, x, labels):
+        x = self.entered = self.embed(x)
+        kept = {name: [] for name in self.does}
+        for i, layer in enumerate(self.layers):
+            y, v = layer(x)
+            for name in self.does:
+                x = y = DOES[name](self, i, x, y, v, kept[name])
+        self.entered = None
+        loss = F.cross_entropy(self.head(x).mean(1), labels)
+        for values in kept.values():
+            loss = loss + sum(value.mean() for value in values) / 8
+        return loss
+
+
+def draws(count):
+    """Return what a loop does, layers, how it is staged, the mesh, and options."""
+    found = []
+    for seed in range(count):
+        draw = random.Random(seed)
+        does = draw.sample([*DOES], draw.choice([1, 1, 2]))
+        make = draw.choice(["1f1b", "zero_bubble", "gpipe", "dualpipev", "pipeline", "stack"])
+        repeats = {"dualpipev": [2], "gpipe": [1], "stack": [1]}.get(make, [1, 1, 2])
+        mesh = draw.choice(["stage=2", "data=2,stage=2", "stage=2,model=2"])
+        layers = draw.choice([4, 5]) if repeats != [2] else 4
+        found.append((does, layers, make, "data=2" if make == "stack" else mesh,
+                      draw.choice(repeats), draw.random() < 0.5))  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("does, layers, make, mesh, repeats, is_stored", draws(40), ids=str)
+def test_a_loop_that_computes_between_blocks(does, layers, make, mesh, repeats, is_stored):
+    torch.manual_seed(0)
+    model, mesh = Model(does, layers).double(), gspmd.Mesh.parse(mesh)
+    x, labels = torch.randn(BATCH, LENGTH, WIDTH).double(), torch.randint(3, (BATCH,))
+    expected = model(x, labels)
+    expected.backward()
+    other = copy.deepcopy(model)
+    if make == "stack":
+        other.layers = gspmd.stack(other.layers)
+    elif make == "pipeline":
+        options = {"microbatches": 4, "repeats": repeats}
+        other.layers = gspmd.pipeline(other.layers, mesh, **options)
+    else:
+        options = {"microbatches": 4, "schedule": make, "repeats": repeats}
+        gspmd.pipeline_model(other, "layers", mesh, **options)
+    torch.testing.assert_close(other(x, labels), expected, **EXACT)
+    if "model" in mesh.names:
+        gspmd.annotate(other, mesh, {"layers.*.up.weight": "model _"})
+    elif "data" in mesh.names and is_stored:  # ZeRO
+        gspmd.annotate(other, mesh, {"layers.*.up.weight": "data _"})
+    specs = ("data _ _", "data") if "data" in mesh.names else None
+    plan = gspmd.plan(other, x, labels, mesh=mesh, in_specs=specs, grad=True)
+    found, gradients = plan.simulate(x, labels)
+    torch.testing.assert_close(found, expected.detach(), **EXACT)
+    named = copy.deepcopy(other)
+    for name, parameter in named.named_parameters():
+        gradient = gradients.get(name)
+        parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
+    named = named.state_dict()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(named[name], parameter.grad, **EXACT, msg=name)
