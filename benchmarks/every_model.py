@@ -263,7 +263,7 @@ def distributions(rows: list[dict]) -> Iterator[str]:
 
 
 def sample(seed: int) -> list[str]:
-    """All classes by chance. Each beginning has of each library its share, and is a sample of it."""
+    """All classes by chance; each beginning is a sample, with each library's share of it."""
     chance, placed = random.Random(seed), []
     for library, (names, _) in LIBRARIES.items():
         own = names()

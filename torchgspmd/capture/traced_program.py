@@ -17,7 +17,7 @@ from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .functionalize import Functional, FunctionalTensor
-from .prints import Breakpoint, Breakpoints, Prints
+from .prints import Breakpoint, Breakpoints, Prints, Side
 from .rewrites.branches import TRACE
 from .stand_in_sizes import NUMBERS
 from .state.dependencies import with_tensors
@@ -197,7 +197,7 @@ class TracedProgram:
         with (
             tables.substitute(self.state_inputs, stand_ins),
             tables.state.branches.rewritten(),
-            setting(TRACE, (self.ask, lambda: tables.tables)),
+            setting(TRACE, (self.ask, lambda: tables.tables, Side)),
         ):
             if module is None:
                 return self._forward_backward(inputs, used, tracker)
