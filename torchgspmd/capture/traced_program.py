@@ -19,6 +19,7 @@ from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .functionalize import Functional, FunctionalTensor
 from .prints import Breakpoint, Breakpoints, Prints, Side
 from .rewrites.branches import TRACE
+from .rewrites.numpy_arrays import check_left
 from .stand_in_sizes import NUMBERS
 from .state.dependencies import with_tensors
 from .state.mutations import Tables
@@ -231,6 +232,8 @@ class TracedProgram:
             with (prints := Prints(self.ask)).recorded(), (stops := Breakpoints()).recorded():
                 called = self.call(*args, **kwargs)
             self.breakpoints = tuple(stops.found)
+            for leaf in pytree.tree_leaves(called):
+                check_left(leaf, "returns")
             result = opened(to_computed(called), watched.origins)
             self.result_leaves, self.results = pytree.tree_flatten(result)
             self.result_slots = [
