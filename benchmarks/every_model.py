@@ -4,6 +4,8 @@ device.
     python benchmarks/every_model.py --library transformers --part 0/10 --json rows.json
         every tenth model class of transformers; rows that rows.json has already are not run again
     python benchmarks/every_model.py --library timm --only resnet18
+    python benchmarks/every_model.py --sample 300 --seed 7 --json rows.json
+        300 classes of all libraries by chance, in an order of which each beginning is a sample
     python benchmarks/every_model.py --layout suggest --processes --only LlamaModel
         the first proposal for 8 devices; three AdamW steps on as many processes
     python benchmarks/every_model.py --beside    bytes of a data and a tensor layout as well
@@ -24,6 +26,7 @@ import argparse
 import copy
 import json
 import os
+import random
 import statistics
 import time
 import warnings
@@ -180,9 +183,10 @@ def compared(one: Subject, layout: Layout, row: dict[str, Any]) -> str | None:
     )
 
 
-def run_model(library: str, given: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The row of one model class."""
-    row: dict[str, Any] = {"op": f"{library}:{name}", "samples": 1}
+def run_model(given: argparse.Namespace, op: str) -> dict[str, Any]:
+    """The row of one model class; op: library:class."""
+    row: dict[str, Any] = {"op": op, "samples": 1}
+    library, name = op.split(":")
     torch.manual_seed(0)
     try:
         model, kwargs = LIBRARIES[library][1](name)
@@ -258,10 +262,21 @@ def distributions(rows: list[dict]) -> Iterator[str]:
         yield f"replicated for want of a rule: {', '.join(f'{k} ({n})' for k, n in kinds.items())}"
 
 
+def sample(seed: int) -> list[str]:
+    """All classes by chance; each beginning is a sample, with each library's share of it."""
+    chance, placed = random.Random(seed), []
+    for library, (names, _) in LIBRARIES.items():
+        own = names()
+        chance.shuffle(own)
+        placed += [((i + chance.random()) / len(own), f"{library}:{n}") for i, n in enumerate(own)]
+    return [op for _, op in sorted(placed)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--library", choices=LIBRARIES, default="transformers")
     parser.add_argument("--part", default="0/1", help="i/n: each n-th class, from the i-th")
+    parser.add_argument("--sample", type=int, help="so many classes of all libraries, by --seed")
     parser.add_argument("--only", action="append", help="a model class; may be repeated")
     parser.add_argument(
         "--build-only", action="store_true", help="no layouts: what one device runs"
@@ -288,13 +303,16 @@ def main() -> None:
     rows = json.loads(given.json.read_text()) if given.json and given.json.exists() else []
     known = {r["op"] for r in rows}
     index, parts = map(int, given.part.split("/"))
-    names = given.only or LIBRARIES[given.library][0]()[index::parts]
-    names = [n for n in names if f"{given.library}:{n}" not in known]
+    if given.sample:
+        ops = sample(given.seed)[: given.sample]
+    else:
+        names = given.only or LIBRARIES[given.library][0]()[index::parts]
+        ops = [f"{given.library}:{n}" for n in names]
+    ops = [op for op in ops if op not in known]
     start = time.monotonic()
-    run = partial(run_model, given.library, given)
-    for row in Pool(run, given.jobs, given.seconds).run(names):
-        if ":" not in row["op"]:  # it crashed, or took too long
-            row |= {"op": f"{given.library}:{row['op']}", "what": "error"}
+    for row in Pool(partial(run_model, given), given.jobs, given.seconds).run(ops):
+        if "what" not in row:  # it crashed, or took too long
+            row["what"] = "error"
             row["why"] = row.get("skipped") or row["failures"][0]["raises"]
         row["seconds"] = round(time.monotonic() - start, 1)
         start = time.monotonic()

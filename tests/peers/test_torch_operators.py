@@ -23,11 +23,6 @@ REASONS = {
     **dict.fromkeys(test_op_db.UNCOMPARED, "draws numbers, or one device runs no sample of it"),
     **dict.fromkeys(test_op_db.SLOW, "takes minutes: its program has thousands of operations"),
     **test_op_db.RAISES,
-    **{
-        name: "computes with NumPy arrays, whose values a program has only when it runs"
-        for name in FUNCTIONS
-        if ".Numpy" in name
-    },
 }
 
 

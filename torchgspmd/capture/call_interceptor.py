@@ -26,6 +26,7 @@ from .rewrites import products, sparse_coo, value_free, vmapped  # noqa: F401 (r
 from .rewrites.chosen_loops import GATED, Gate, count_of, iterations, only_sums
 from .rewrites.inline_python import bodies
 from .rewrites.loop_trace import recording
+from .rewrites.numpy_arrays import tensor_of
 from .rewrites.value_free import SELECTIONS
 from .state.state_inputs import AskedOrders
 from .state.symbolic_numbers import specialize_tree
@@ -63,6 +64,10 @@ class CallInterceptor(TorchFunctionMode):
         self.asked.record(func, args, kwargs)
         if func in (torch.tensor, torch.as_tensor):  # these read numbers without asking the object
             args, kwargs = specialize_tree(args), specialize_tree(kwargs)
+            with self:
+                array = tensor_of(*args[:1], kwargs.get("dtype"), kwargs.get("device"))
+            if array is not DECLINED:
+                return array if func is torch.as_tensor else array.clone()
         if func in _BACKWARDS:
             # Recomputation in a backward is seen as well.
             with self, self.tracker.inner_backward((*args, *kwargs.values())):

@@ -7,7 +7,7 @@
 While a program is traced a tensor has no value. A printed line becomes a row in PRINTER, a list
 that each run extends as it extends the user's own lists (state/writes.py). When the forward has
 ended, rank 0 prints the rows in program order. A formatted tensor, f"{x:.3f}", is a
-text with a stand-in until then.
+text with a stand-in until then. An exception behind a branch on a value is such a row, too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from ..compat.private_apis import (
     is_functorch_wrapped_tensor,
 )
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError, user_line, user_line_of
 from .assumed_sizes import EMPTY_IS_NOTHING
 from .state.source import Source
 from .state.writes import EXTEND, Write, replace_tensors
@@ -52,15 +52,20 @@ _now: ContextVar[Prints | None] = ContextVar("prints of the trace", default=None
 class Printer(list):
     """The list that runs extend by rows; it prints them and keeps none.
 
-    A row has a kind with its options, and texts; some are (tensor, format).
+    A row has a kind with its options, a flag or None, and texts; some are (tensor, format).
     """
 
     def extend(self, rows: Iterable[Any]) -> None:
-        """Print a run's rows. All ranks call it, since a value may be sharded."""
-        texts = [(how, "".join(map(_text, pieces))) for how, pieces in rows]
-        if dist.is_initialized() and dist.get_rank():
-            return
-        for (kind, option), text in texts:
+        """Print a run's rows, or raise. All ranks call it, since a value may be sharded."""
+        is_silent = dist.is_initialized() and dist.get_rank() > 0
+        for (kind, option), flag, pieces in rows:
+            if flag is not None and not _whole(flag):
+                continue
+            if kind == "raise":
+                option.raise_(pieces)
+            text = "".join(map(_text, pieces))
+            if is_silent:
+                continue
             if kind == "print":
                 sys.stdout.write(text)
             else:
@@ -76,7 +81,9 @@ class Prints:
 
     def __init__(self, ask: Callable[[Tensor], Tensor | None]) -> None:
         self.ask = ask
-        self.rows: list[Any] = []
+        self.rows: list[Any] = []  # [kind and option, flag whether it counts or None, pieces]
+        self.path: Tensor | None = None  # whether a run takes the side of a branch that is traced
+        self.is_silent = False
         self.values: list[tuple[Tensor, str | None]] = []  # by stand-in: the value and its format
         self.used: set[int] = set()
         self.lines: list[str | None] = []  # by stand-in: the user's line
@@ -129,21 +136,82 @@ class Prints:
 
     def add(self, kind: str, option: object, text: str) -> None:
         """Add a row that prints a text, with values for its stand-ins."""
+        self._add("a print or log", [kind, option], self.path, self._pieces(text))
+
+    def _add(self, what: str, how: list, flag: Tensor | None, pieces: list) -> None:
+        """Add a row; raise ShardingError within a loop's body or a transform."""
         mode = get_proxy_mode()
-        # Within a loop's body or a transform.
+        if self.is_silent:
+            return
         if mode is None or mode.tracer is not self.tracer or is_transforming():
             raise ShardingError.here(
-                "a print or log in the body of a transform has a value of each of its iterations",
+                f"{what} in the body of a transform has a value of each of its iterations",
                 why="a loop, a pipeline and torch.vmap trace their body once for all of them",
-                fix="return the value, and print it behind the loop",
+                fix="return the value, and print or check it behind the loop",
             )
+        self.rows.append([how, flag, pieces])
+
+    def _pieces(self, text: str) -> list[Any]:
+        """Return the parts of a text: a value and its format for each stand-in."""
         # split() alternates between texts and the numbers of stand-ins.
         pieces: list[Any] = _STAND_IN.split(text)
         for i in range(1, len(pieces), 2):
             number = int(pieces[i])
             self.used.add(number)
             pieces[i] = [*self.values[number]]
-        self.rows.append([[kind, option], pieces])
+        return pieces
+
+    def refuse(self, flag: Tensor, error: Exception) -> None:
+        """Add a row that raises an error if a run's flag [], bool, is True."""
+        args = [self._pieces(a) if isinstance(a, str) else a for a in error.args]
+        flag = flag if self.path is None else self.path.logical_and(flag)
+        self._add("an exception", ["raise", Raised(type(error), user_line_of(error))], flag, args)
+
+    @contextmanager
+    def on_side(self, flag: Tensor | None) -> Iterator[None]:
+        """Let rows count only in a run whose flag [], bool, is True. None: add no rows."""
+        before = self.path, self.is_silent
+        if flag is None:
+            self.is_silent = True
+        else:
+            self.path = flag if self.path is None else self.path.logical_and(flag)
+        try:
+            yield
+        finally:
+            self.path, self.is_silent = before
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception that a run may raise."""
+
+    kind: type[Exception]
+    where: str | None
+
+    def raise_(self, args: Iterable[Any]) -> NoReturn:
+        """Raise it; args: its arguments, texts as their pieces."""
+        texts = ["".join(map(_text, a)) if isinstance(a, list) else _whole(a) for a in args]
+        # Past its constructor, which may take others than an exception's `args`.
+        error = self.kind.__new__(self.kind, *texts)
+        error.args = (*texts,)
+        raise error from ShardingError(
+            "the program raises this when its forward has ended", where=self.where
+        )
+
+
+class Side:
+    """A side of a branch on a value, for the prints of the trace: none while it recomputes."""
+
+    @staticmethod
+    def of(flag: Tensor | None) -> AbstractContextManager:
+        """Return the context for a side, as `Prints.on_side`."""
+        prints = _now.get()
+        return nullcontext() if prints is None else prints.on_side(flag)
+
+    @staticmethod
+    def refuse(flag: Tensor, error: Exception) -> None:
+        if (prints := _now.get()) is not None:
+            prints.refuse(flag, error)
 
 
 class _Shown:
@@ -165,10 +233,16 @@ def _is_value(x: object) -> bool:
 def _text(piece: Any) -> str:
     if isinstance(piece, str):
         return piece
-    value, spec = piece
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
+    value, spec = _whole(piece[0]), piece[1]
     return str(value) if spec is None else format(value, spec)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _is_of_a_run(number: Any) -> bool:
+    return isinstance(number, _NUMBERS) and not number.node.has_hint()
 
 
 def _print(before: Callable[..., None]) -> Callable[..., None]:
@@ -199,7 +273,7 @@ def _log(before: Callable[..., None]) -> Callable[..., None]:
 def _format(before: Callable[..., str]) -> Callable[..., str]:
     def format_(self: object, spec: str) -> str:
         prints = _now.get()
-        if prints is None or not spec and not isinstance(self, Tensor):
+        if prints is None or not (spec or isinstance(self, Tensor) or _is_of_a_run(self)):
             return before(self, spec)
         # The number of a loop's iteration, which names a module.
         if isinstance(self, Tensor) and not self.dim() and EMPTY_IS_NOTHING.get() is not None:

@@ -38,6 +38,7 @@ from ..compat.private_apis import (
 )
 from ..layout.mesh import Mesh
 from .draws import recomputing_dispatch, region_or
+from .rewrites import numpy_arrays
 from .rewrites.vmapped import mapping_apply
 from .state.symbolic_numbers import MATH, with_symbols
 from .traced_values import SavedValue
@@ -255,7 +256,7 @@ class capturing:
             self.hooks.append(hooks)
             _pop_saved_tensors_default_hooks()
         self.stance = torch.compiler.set_stance("force_eager")
-        self.patches = apply(PATCHES)
+        self.patches = apply([*PATCHES, *numpy_arrays.patches()])
         OPENED.clear()  # what an error has left
 
     def __exit__(self, *_: object) -> None:

@@ -17,8 +17,9 @@ from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .functionalize import Functional, FunctionalTensor
-from .prints import Breakpoint, Breakpoints, Prints
+from .prints import Breakpoint, Breakpoints, Prints, Side
 from .rewrites.branches import TRACE
+from .rewrites.numpy_arrays import check_left
 from .stand_in_sizes import NUMBERS
 from .state.dependencies import with_tensors
 from .state.mutations import Tables
@@ -197,7 +198,7 @@ class TracedProgram:
         with (
             tables.substitute(self.state_inputs, stand_ins),
             tables.state.branches.rewritten(),
-            setting(TRACE, (self.ask, lambda: tables.tables)),
+            setting(TRACE, (self.ask, lambda: tables.tables, Side)),
         ):
             if module is None:
                 return self._forward_backward(inputs, used, tracker)
@@ -231,6 +232,8 @@ class TracedProgram:
             with (prints := Prints(self.ask)).recorded(), (stops := Breakpoints()).recorded():
                 called = self.call(*args, **kwargs)
             self.breakpoints = tuple(stops.found)
+            for leaf in pytree.tree_leaves(called):
+                check_left(leaf, "returns")
             result = opened(to_computed(called), watched.origins)
             self.result_leaves, self.results = pytree.tree_flatten(result)
             self.result_slots = [

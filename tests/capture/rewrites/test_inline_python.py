@@ -4,6 +4,7 @@ captured.
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -325,8 +326,11 @@ def test_what_cannot_be_captured():
 
 def test_numpy_and_generators_are_one_sentence():
     own = torch.Generator()
-    assert "turns a tensor into a NumPy array" in message(
+    assert "returns a NumPy array of values" in message(
         lambda: gspmd.plan(lambda x: x.numpy().sum(), X, mesh=MESH)
+    )
+    assert "NumPy's digitize" in message(
+        lambda: gspmd.plan(lambda x: torch.from_numpy(numpy.digitize(x.numpy(), [0])), X, mesh=MESH)
     )
     assert "draws from a torch.Generator of its own" in message(
         lambda: gspmd.plan(lambda x: x + torch.rand(16, generator=own), X, mesh=MESH)

@@ -127,6 +127,79 @@ def test_both_sides(form):
                 assert_same(grads[name], want, name, terms=1 << 10)
 
 
+class Refused(Exception):
+    """An exception whose constructor takes other arguments than it shows."""
+
+    def __init__(self, *, value):
+        super().__init__(f"refused {value:.3f}", value)
+
+
+def raising(x):
+    if x.sum() > 100:
+        raise ValueError("positive")
+    return x * 2
+
+
+def formatting(x):
+    y = x * 2
+    if not (y.abs() < 100).all():
+        largest = y.abs().max()
+        raise Refused(value=largest)
+    elif y.sum() > 0:
+        y = y * 2
+    return y
+
+
+def asserting(x):
+    assert x.isfinite().all() and x.sum() < 100, f"sum {x.sum().item()}"
+    y = x.sin()
+    if y.sum() < 7:
+        y = y + 1
+    else:
+        raise KeyError("seven")
+    return y
+
+
+def behind_a_branch(x):
+    if x.sum() > 0 and x.amax() < 50:
+        return x * 2
+    if x.sum() > 100:
+        print("too large:", x.sum())
+        raise ValueError("positive")
+    print(f"mean {x.mean():.3f}")
+    return x * 3
+
+
+RAISES = [raising, formatting, asserting, behind_a_branch]
+
+
+@pytest.mark.parametrize("program", RAISES, ids=lambda program: program.__name__)
+def test_a_side_that_raises(program, capsys):
+    """One plan runs for all values, and raises the same exception for the same ones."""
+    torch.manual_seed(1)
+    x, outcomes = torch.randn(5, 6, dtype=torch.double), []
+    plan = gspmd.plan(program, x, mesh=MESH, in_specs="data model")
+    for values in (x, -x, x.abs(), 100 * x.abs(), torch.full_like(x, 2), x / 0):
+        error, want = None, None
+        try:
+            want = program(values)
+        except Exception as raised:
+            error = raised
+        expected = capsys.readouterr().out
+        if error is None:
+            assert_same(plan.simulate(values, _poison=True), want, terms=1 << 10)
+        else:
+            with pytest.raises(type(error)) as caught:
+                plan.simulate(values, _poison=True)
+            first, *more = error.args  # pytest adds lines to the text of its own `assert`
+            assert str(caught.value.args[1:]) == str((*more,))
+            assert str(caught.value.args[0]) == str(first).partition("\nassert ")[0]
+            assert "test_python_branches.py" in str(caught.value.__cause__)
+        assert capsys.readouterr().out == expected
+        outcomes.append(error is None)
+    assert {*outcomes} == {True, False}
+
+
 class Dropped(Layers):
     """transformers' layerdrop."""
 
@@ -217,9 +290,12 @@ def appending(x):
     return x
 
 
-def raising(x):
-    if x.sum() > 0:
-        raise ValueError("positive")
+def caught(x):
+    try:
+        if x.sum() > 0:
+            raise ValueError("positive")
+    except ValueError:
+        x = -x
     return x
 
 
@@ -240,7 +316,7 @@ class Norm(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "program", [in_place, in_a_table, Norm(), appending, raising, of_two_shapes]
+    "program", [in_place, in_a_table, Norm(), appending, caught, of_two_shapes]
 )
 def test_effects_and_other_shapes_are_errors(program):
     text = message(lambda: gspmd.plan(program, torch.randn(4, 6), mesh=MESH))

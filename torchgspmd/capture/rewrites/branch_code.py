@@ -8,7 +8,8 @@
                                                 (x,) = branch(torch.rand([]) < self.rate, one, ...)
 
 A side may compute, assign names, and end in `return` or `continue`: then it also has the rest of
-the function, or of the loop. A function with other branches stays as it is.
+the function, or of the loop. Where a side raises, a run does. A function with other branches stays
+as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LEAVES = ast.Return | ast.Continue | ast.Break
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _REFUSED = (
-    *(ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.Raise, ast.Assert),
+    *(ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await),
     *(ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Import, ast.ImportFrom),
 )
 
@@ -51,6 +52,9 @@ def compiled(code: CodeType, lines: set[int]) -> CodeType | None:
         ast.increment_lineno(tree, first - 1)
         tree.decorator_list = []
         lowering = _Lowering(lines, [*tree.args.posonlyargs, *tree.args.args])
+        lowering.caught = {
+            id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for n in ast.walk(t)
+        }
         if not _leaves(tree.body):
             tree.body += _statements("return None", tree.body[-1])
         tree.body = lowering.block(tree.body, "return")
@@ -76,6 +80,7 @@ class _Lowering:
 
     def __init__(self, lines: set[int], args: Sequence[ast.arg]) -> None:
         self.lines, self.count = lines, 0
+        self.caught: set[int] = set()  # statements whose exceptions the function may catch
         self.first = args[0].arg if args else ""
 
     def block(self, body: list[ast.stmt], end: str, is_inner: bool = False) -> list[ast.stmt]:
@@ -87,7 +92,10 @@ class _Lowering:
         out = list[ast.stmt]()
         for i, s in enumerate(body):
             rest = body[i + 1 :]
+            is_caught, s = id(s) in self.caught, self._as_if(s)
             is_target = isinstance(s, ast.If) and self._is_at(s.test)
+            if is_target and is_caught and any(isinstance(n, ast.Raise) for n in ast.walk(s)):
+                raise _Refused
             is_leaving = isinstance(s, ast.If) and _may_leave([*s.body, *s.orelse])
             is_around = is_leaving and (is_inner or self._has_target(s))
             if isinstance(s, ast.If) and (is_target or is_around):
@@ -96,7 +104,7 @@ class _Lowering:
                     if not end:
                         raise _Refused
                     for side in sides:
-                        side += [] if _leaves(side) else copy.deepcopy(rest)
+                        side += [] if _leaves(side, ast.Raise) else copy.deepcopy(rest)
                     sides = [_without_leave(side, end) for side in sides]
                 at = end if is_leaving or not rest else ""
                 s.body, s.orelse = (self.block(side, at, True) for side in sides)
@@ -115,6 +123,18 @@ class _Lowering:
                     at = "continue" if is_loop else last
                     setattr(s, field, self.block(inner, at, is_inner and not is_loop))
         return out
+
+    def _as_if(self, s: ast.stmt) -> ast.stmt:
+        """Return an `assert` whose test is a target as a branch that raises."""
+        if isinstance(s, ast.Assert) and self._is_at(s.test):
+            [branch] = _statements("if not 0: raise AssertionError()", s)
+            assert isinstance(branch, ast.If) and isinstance(branch.test, ast.UnaryOp)
+            assert isinstance(raised := branch.body[0], ast.Raise)
+            branch.test.operand = s.test
+            assert isinstance(raised.exc, ast.Call)
+            raised.exc.args = [s.msg] if s.msg else []
+            return branch
+        return s
 
     def _has_target(self, s: ast.stmt) -> bool:
         return any(isinstance(node, ast.If) and self._is_at(node.test) for node in ast.walk(s))
@@ -227,9 +247,9 @@ def _lambda(value: ast.expr) -> ast.expr:
     return function
 
 
-def _leaves(side: Sequence[ast.stmt]) -> bool:
+def _leaves(side: Sequence[ast.stmt], *more: type[ast.stmt]) -> bool:
     """Return whether a side's last statement leaves the branch."""
-    return bool(side) and isinstance(side[-1], _LEAVES)
+    return bool(side) and isinstance(side[-1], (_LEAVES, *more))
 
 
 def _may_leave(body: Iterable[ast.AST]) -> bool:

@@ -5,7 +5,8 @@
 
 A trace that fails at a branch is repeated with the function compiled anew. Both sides are traced,
 and a run computes one. A name that both assign alike keeps its value, tensors and numbers are
-results of the cond, and any other name is unusable behind the branch.
+results of the cond, and any other name is unusable behind the branch. Where a side raises, the
+other is traced, and a run raises when its forward has ended.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from ...rules.rewrites import rewrite_of
 from .branch_code import HELPERS, compiled
 
 _Ask = Callable[[Tensor], Tensor | None]
-# (asks for a tensor's value, returns the tables of the module's state) in the trace that runs
-TRACE: ContextVar[tuple[_Ask, Callable[[], list]]] = ContextVar("TRACE")
+# (asks for a tensor's value, returns the tables of the module's state, the Side of prints.py) in
+# the trace that runs
+TRACE: ContextVar[tuple[_Ask, Callable[[], list], Any]] = ContextVar("TRACE")
 _UNKNOWN = DataDependentOutputException, GuardOnDataDependentSymNode
 
 
@@ -156,7 +158,23 @@ def _traced(
     names: Sequence[str],
 ) -> tuple:
     """Return the values of names behind a branch on a value that only a run knows."""
-    sides = [_leaves_of(_run_once(side, before)) for side in (yes, no)]
+    taken, sides, errors = TRACE.get()[2], list[Any](), list[Exception]()
+    flags = goes, goes.logical_not()
+    for side, flag in zip((yes, no), flags):
+        try:
+            with taken.of(flag):
+                sides.append(_leaves_of(_run_once(side, before)))
+        except Exception as error:
+            if not _is_raised_by_program(error):
+                raise
+            taken.refuse(flag, error)
+            errors.append(error.with_traceback(None))  # whose frames hold traced tensors
+            sides.append(None)
+    if len(errors) == 2:
+        raise errors[1]
+    if errors:  # nothing else is computed: the other side goes on
+        with taken.of(None):
+            return no(*before) if sides[0] is None else yes(*before)
     results, chosen = list[Any](), list[tuple[int, int]]()
     for i, (name, one, other) in enumerate(zip(names, *sides)):
         if one[1] != other[1]:
@@ -180,13 +198,20 @@ def _traced(
     if chosen:
         cond = rewrite_of("body", torch.ops.higher_order.cond)
         assert cond is not None
-        outs = cond(goes, lambda: tensors(yes), lambda: tensors(no), ())
+        with taken.of(None):
+            outs = cond(goes, lambda: tensors(yes), lambda: tensors(no), ())
         for (i, k), out in zip(chosen, outs):
             results[i][k] = out
     return tuple(
         leaves if isinstance(leaves, Differing) else _rebuilt(leaves, one[1])
         for leaves, one in zip(results, sides[0])
     )
+
+
+def _is_raised_by_program(error: Exception) -> bool:
+    """Return whether a `raise` of the program is what raised an error."""
+    trace = innermost_frame_of(error)
+    return not isinstance(error, ShardingError) and trace is not None and trace.tb_next is None
 
 
 def choose(test: object, yes: Callable[[], object], no: Callable[[], object]) -> object:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError
+from ..rewrites.numpy_arrays import check_left
 from ..stand_in_sizes import NUMBERS
 from .bytecode_names import cell_sources
 from .guards import (
@@ -136,7 +137,10 @@ class Tables:
             old, now = table.last, table.entries()
             table.last = now
             for step, value in now.items():
-                if isinstance(value, NUMBERS) and value is not old.get(step):
+                if value is old.get(step):
+                    continue
+                check_left(value, f"puts into '{table.source.at(step)}'")
+                if isinstance(value, NUMBERS):
                     raise ShardingError.here(
                         f"the program puts a number into '{table.source.at(step)}' that is known "
                         "only when it runs",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
+from ..custom_ops.host import linear_sum_assignment
 from ..notation import Call, FactorRule, LocalForm, Split, factors
 from ..registry import ordered, rule_for
 from ..rewrites import DECLINED, Declined, SplitRequest, rewrite
@@ -78,6 +79,7 @@ register_batched(aten.linalg_solve_triangular.default, "2 2", "2", sides=1)
 register_batched(aten.lu_unpack.default, "2 1", "2 2 2")
 register_batched(aten.ormqr.default, "2 1 2", "2")
 register_batched(aten.triangular_solve.default, "2 2", "2 2")
+register_batched(linear_sum_assignment._opoverload, "2", "1 1")
 
 
 # They factor a contiguous real matrix by its transpose, and so do the formulas of their gradients.
