@@ -73,6 +73,16 @@ class PolarExpress(Muon):
         return orthogonal(g, POLAR_EXPRESS)
 
 
+class Cubic(Muon):
+    """Third degree: the product of a matrix with itself is a sum over its columns."""
+
+    def direction(self, p: Tensor, g: Tensor, state: dict) -> Tensor:
+        x = orthogonal(g, [])
+        for _ in range(5):
+            x = 1.5 * x - 0.5 * (x @ x.mT) @ x
+        return x
+
+
 class NorMuon(Muon):
     """arXiv 2510.05491: rows are scaled by their second moments."""
 
@@ -151,7 +161,7 @@ def main() -> None:
         ("8 square", square, gspmd.Mesh(data=2, model=2), "data model"),
         ("8 square, no marks", square, gspmd.Mesh(data=4), ""),
     ]
-    kinds = (Muon, Moonlight, PolarExpress, NorMuon, AdaMuon, SplitMuon, HeadMuon, Dion)
+    kinds = (Muon, Moonlight, PolarExpress, Cubic, NorMuon, AdaMuon, SplitMuon, HeadMuon, Dion)
     for name, shapes, mesh, marks in cases:
         base, n = planned(torch.optim.AdamW, shapes, mesh, marks), mesh.size
         elements = sum(a * b for a, b in shapes)

@@ -34,6 +34,20 @@ class NewtonSchulz(MatrixOptimizer):
         return x.T if m.shape[0] > m.shape[1] else x
 
 
+class Cubic(MatrixOptimizer):
+    """An iteration of third degree: no product has two matrices that are undivided by columns."""
+
+    narrow = torch.float64
+
+    def direction(self, g: Tensor, state: dict) -> Tensor:
+        m = state.setdefault("momentum", torch.zeros_like(g)).lerp_(g, 0.05)
+        x = m.T if m.shape[0] > m.shape[1] else m
+        x = (x / (x.norm() + 1e-7)).to(self.narrow)
+        for _ in range(5):
+            x = 1.5 * x - 0.5 * (x @ x.T) @ x
+        return (x.T if m.shape[0] > m.shape[1] else x).to(g.dtype)
+
+
 class Shampoo(MatrixOptimizer):
     """Inverse fourth roots by eigh (arXiv 1802.09568)."""
 

@@ -325,27 +325,24 @@ def _planned(request: Request) -> Plan:
     result = _program(request)
     if all("chosen" not in node.meta for node in result.sharded.find_nodes(op="placeholder")):
         return result
-    whole = {
-        each.name: ShardSpec.replicated(len(each.shape))
-        if each.mark is None
-        else each.mark.closed()
-        for each in request.captured.inputs
-        if each.name in request.states
-    }
-    stored = {**whole, **request.stored}
     try:
-        kept = _program(replace(request, states=frozenset(), stored=stored))
+        kept = _program(replace(request, states=frozenset()))
     except ShardingError:  # it exceeds the memory budget
         return result
-    sent, less = result.sent_bytes, _work(result) < _work(kept)
-    is_better = sent < kept.sent_bytes or less and sent <= ABOUT * kept.sent_bytes
-    return result if is_better else kept
+    sent, most = result.sent_bytes, kept.sent_bytes
+    # By propagation alone it may have states in parts, too, which parallelize would not choose.
+    rows = zip(kept.captured.inputs, kept.input_layouts)
+    in_parts = any(i.name in request.states and s != i.mark and s.sharding_axes for i, s in rows)
+    is_better = sent < most or sent <= ABOUT * most and _price(result) < _price(kept)
+    return result if is_better or in_parts and sent <= most else kept
 
 
-def _work(plan: Plan) -> float:
-    """Return a device's arithmetic and memory traffic, at the partition's prices."""
+def _price(plan: Plan) -> float:
+    """Return the bytes that a device sends, and those that a link would send while it works."""
+    constants = plan.request.constants if plan.request else CostConstants()
     decisions = plan.sharded.output_node().meta["decisions"]
-    return sum(strategy.work for strategy in decisions.strategies.values())
+    work = sum(strategy.work for strategy in decisions.strategies.values())
+    return plan.sent_bytes + work * constants.flops_per_byte / constants.link_flops_per_byte
 
 
 def _program(request: Request) -> Plan:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
 import torch.nn.functional as F
-from matrix_optimizers import NewtonSchulz, Parts, Shampoo, Soap
+from matrix_optimizers import Cubic, NewtonSchulz, Parts, Shampoo, Soap
 from torch import Tensor, nn
 
 import torchgspmd as gspmd
@@ -85,6 +86,8 @@ def compare_steps(kind, model, mesh, marks, x, clip=None) -> gspmd.Plan:
         (NewtonSchulz, 3, 12, 12, DATA, "data _"),  # a device without a lane
         (NewtonSchulz, 1, 12, 12, DATA, "data _"),
         (NewtonSchulz, 7, 12, 12, DATA, None),
+        (Cubic, 7, 10, 10, DATA, "_ data"),
+        (Cubic, 5, 12, 20, GRID, "data model"),
         (Shampoo, 4, 12, 12, DATA, "data _"),
         (Shampoo, 7, 10, 10, DATA, "_ data"),
         (Shampoo, 8, 8, 12, GRID, "model data"),
@@ -97,6 +100,34 @@ def test_steps_are_those_of_one_device(kind, count, rows, columns, mesh, marks):
     x = torch.randn(24, rows, dtype=DTYPE)
     plan = compare_steps(kind, Layers(count, rows, columns), mesh, marks, x)
     assert stacks(plan)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_drawn_steps(seed):
+    """Optimizers, shapes, marks, meshes and two groups: the numbers of one device."""
+    draw = random.Random(seed)
+    kind = draw.choice([Cubic, NewtonSchulz, Parts, Shampoo, Soap])
+    kind = type("Kind", (kind,), {"narrow": DTYPE, "parts": 2})
+    mesh = draw.choice([DATA, GRID, Mesh(data=3), Mesh(model=2, data=2)])
+    marks = ["data _", "_ data", None] + ["data model", "_ model"] * ("model" in mesh.names)
+    rows, columns = draw.choice([(10, 10), (12, 12), (12, 20), (16, 10)])
+    count, batch = draw.randint(2, 9), draw.choice([12, 96])
+
+    def two_groups(parameters):
+        parameters = list(parameters)
+        cut = draw.randint(1, 3)
+        groups = [{"params": parameters[:cut], "lr": 0.01}, {"params": parameters[cut:]}]
+        return kind([group for group in groups if group["params"]])
+
+    model, x = Layers(count, rows, columns), torch.randn(batch, rows, dtype=DTYPE)
+    state = draw.getstate()
+
+    def make(parameters):
+        draw.setstate(state)  # the same groups for both models
+        return two_groups(parameters)
+
+    clip = draw.choice([None, 0.1])
+    compare_steps(make, model, mesh, draw.choice(marks), x, clip=clip)
 
 
 def test_a_norm_of_all_gradients_is_shared_by_lanes():
@@ -126,6 +157,16 @@ def test_muon_sends_what_owners_of_matrices_would(count, mesh, marks):
     above, plan = sent_above_adamw(width, count, mesh, marks)
     assert owners <= above <= 1.01 * owners
     assert sum(c.kind == "all_to_all" for c in plan.collectives) == 2
+
+
+@pytest.mark.parametrize("marks", ["_ data", "data model", "data _"])
+def test_an_iteration_of_third_degree_sends_what_owners_would(marks):
+    """A sum over sharded columns is no division: each iteration would reduce it."""
+    width, count, n = 64, 8, 4
+    kind = type("Kind", (Cubic,), {"narrow": torch.bfloat16})
+    owners = 2 * (n - 1) / n * count / n * width * width * 2
+    above, _ = sent_above_adamw(width, count, GRID if "model" in marks else DATA, marks, kind)
+    assert above <= 1.1 * owners
 
 
 @pytest.mark.parametrize("marks", ["data _", "_ data", None])

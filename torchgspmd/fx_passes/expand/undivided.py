@@ -3,8 +3,9 @@
     %g = einsum(mk,kn->mn, %x, %y)        x: data _, y: _ data      `data` would shard m and n
 
 An axis divides an operation if it shards one factor in it. Without such an axis, an operand is
-gathered first, or each device computes all of it. A factor of the batch comes from an argument, and
-no weight has it. With it the model computes, and weights are gathered for that.
+gathered first, or each device computes all of it. A sum over weights' rows is reduced behind it.
+A factor of the batch comes from an argument, and no weight has it. With it the model computes, and
+weights are gathered for that.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Work:
         return places
 
     def is_undivided(self, op: Op) -> bool:
-        """Return whether no axis divides an operation, which has products to compute.
+        """Return whether no axis divides an operation, which has products, or its sums alone.
 
         Rows that each meet a chosen matrix are divided in their own way (Split.blocks).
         """
@@ -133,9 +134,21 @@ class Work:
         if not op.rule.described or by_blocks or not flops(op.node):
             return False
         places = self.axes_by_factor(op).values()
-        if any(len(each) == 1 and not each & op.rule.replicated for each in places):
-            return False
+        if single := [each for each in places if len(each) == 1 and not each & op.rule.replicated]:
+            return self._is_sum_of_weights(op, single)
         return not places or not self.batch_factors(op)
+
+    def _is_sum_of_weights(self, op: Op, divided: Collection[set[str]]) -> bool:
+        """Return whether axes divide sums alone, which all devices need, and no batch.
+
+        As `x @ x.T` with sharded columns: each iteration of a polynomial would reduce it. divided:
+        the factor that an axis shards, for each such axis.
+        """
+        if not set().union(*divided) <= {*op.rule.reduce}:
+            return False
+        factors, batch, _ = self._classes
+        names = {f for dims in op.rule.operands for names in dims for f in names[:1]}
+        return batch.isdisjoint({factors.find((op.node, f)) for f in names})
 
     def pairs(self, least: float) -> Iterator[Pair]:
         """Yield products with a value for each pair of rows of a batch, on the same axes.
