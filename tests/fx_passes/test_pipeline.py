@@ -200,6 +200,7 @@ def test_what_may_be_skipped_is_in_the_tuple() -> None:
         "balance_attention",
         "bucket",
         "collective_matmul",
+        "join_stages",
         "overlap",
         "position_masks",
         "prefetch",
