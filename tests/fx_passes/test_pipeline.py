@@ -200,6 +200,7 @@ def test_what_may_be_skipped_is_in_the_tuple() -> None:
         "balance_attention",
         "bucket",
         "collective_matmul",
+        "join_stages",
         "overlap",
         "position_masks",
         "prefetch",
@@ -409,4 +410,5 @@ def test_a_feature_s_pass_runs_only_on_a_graph_with_its_nodes(
     ran.clear()
     stack = gspmd.nn.stack([nn.Linear(8, 8) for _ in range(4)])
     gspmd.plan(stack, x, mesh=MESH)
-    assert set(ran) == {"sink_exits", "outline_loops", "outline_stages", "prefetch_rows"}
+    of_loops = {"sink_exits", "outline_loops", "prefetch_rows"}
+    assert set(ran) == of_loops | {"outline_stages", "join_stages"}

@@ -184,7 +184,7 @@ def _nodes(
     for node in program.nodes:
         if isinstance(node.target, BodyCall):
             for body in node.target.bodies:
-                yield from _nodes(body.graph, target, runs * node.target.loop.length)
+                yield from _nodes(body.graph, target, runs * node.target.runs_of(body))
         if target is None or node.target is target:
             yield node, runs
 

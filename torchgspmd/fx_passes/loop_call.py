@@ -22,10 +22,11 @@ from ..layout.mesh import Mesh
 from ..rules.custom_ops.loops import Loop
 
 T = TypeVar("T")
-RunBody = Callable[[fx.Graph, Sequence[list], Mapping[int, int]], list[list]]
+RunBody = Callable[[fx.Graph, Sequence[list], Mapping[int, Sequence[int]]], list[list]]
 """Runs a graph on all devices: inputs are lists over the devices, results are those of each.
 
-The mapping has the devices with their own work, and the iteration that each is at.
+The mapping has the devices with their own work, and the iteration that each is at; two, where the
+backward's nodes are of another one than the forward's.
 """
 
 
@@ -80,6 +81,10 @@ class BodyCall:
     @property
     def bodies(self) -> Sequence[InnerProgram]:
         raise NotImplementedError
+
+    def runs_of(self, body: Any) -> int:
+        """Return how often a body runs."""
+        return self.loop.length
 
     def copy(self) -> BodyCall:
         """Return a copy with its own graphs, down to the loops in them."""
@@ -192,7 +197,9 @@ class LoopCall(InnerProgram, BodyCall):
     the carries as they leave the loop, the results to be stacked, and those to be added up. held:
     how many values an iteration computes for the next one, from rows and outer values. ahead: how
     many stacked tensors, the last ones, give a body the next iteration's row. empty: shapes and
-    dtypes for stacked or summed results, if a value ends the loop at once.
+    dtypes for stacked or summed results, if a value ends the loop at once. listed: stacks that are
+    lists. turned_rows, turned_stacks: how many stacked tensors, and stacked results, the last ones,
+    the loop goes through from the other end.
     """
 
     loop: Loop
@@ -205,6 +212,8 @@ class LoopCall(InnerProgram, BodyCall):
     ahead: int = 0
     held: int = 0
     listed: frozenset[int] = frozenset()
+    turned_rows: int = 0
+    turned_stacks: int = 0
 
     @property
     def __name__(self) -> str:
@@ -284,7 +293,10 @@ class LoopCall(InnerProgram, BodyCall):
         held, last, results = list[Any](), carries, list[Any]()
 
         def inputs(row: int, following: int) -> list[Any]:
-            chosen = [*(x[row] for x in now), *(x[following] for x in ahead)]
+            turned = len(now) - self.turned_rows
+            last_row = self.loop.length - 1
+            chosen = [x[row if k < turned else last_row - row] for k, x in enumerate(now)]
+            chosen += [x[following] for x in ahead]
             return [*carries, *(held or [None] * self.held), *chosen, *others]
 
         if self.held:
@@ -314,8 +326,10 @@ class LoopCall(InnerProgram, BodyCall):
                 if self.loop.ends == "*":
                     # Only a run knows how many rows there will be.
                     results[k] = torch.cat([results[k], x[None]])
-                else:
+                elif k < self.stacks - self.turned_stacks:
                     results[k][i] = x
+                else:
+                    results[k][self.loop.length - 1 - i] = x
         return (*last, *(results or self._without_iterations((*others, *carries))))
 
     def order(self, rows: Sequence[Tensor]) -> Iterable[int]:

@@ -278,6 +278,16 @@ PIPELINE: tuple[Step, ...] = (
                 because="it cuts the body of a loop into pieces, each a program for these passes",
             ),
             feature_pass(
+                "pipelines",
+                "join_stages",
+                LOCAL,
+                optional=("join_stages",),
+                in_loops=True,
+                after=("outline_stages",),
+                before=("split_exchanges",),
+                because="exchanges need no parts where the other half of a pair hides them",
+            ),
+            feature_pass(
                 "exchanges",
                 "split_exchanges",
                 LOCAL,

@@ -127,7 +127,7 @@ class Simulator(fx.Interpreter):
             values = bodies[which].run_devices([list(column) for column in zip(*inputs)])
 
     def run_body(
-        self, graph: fx.Graph, inputs: Sequence[list], at: Mapping[int, int]
+        self, graph: fx.Graph, inputs: Sequence[list], at: Mapping[int, Sequence[int]]
     ) -> list[list]:
         """Run a body on all devices; return each device's results."""
         values = self.inner(graph).run_devices(inputs)

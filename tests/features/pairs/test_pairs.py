@@ -84,8 +84,26 @@ def classes(m: Towers, a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return -(torch.where(alike, log_p, 0).sum(1) / alike.sum(1).clamp(min=1)).mean()
 
 
-SQUARE = {"sigmoid": sigmoid, "clip": clip, "hinge": hinge}
+def ranked(m: Towers, a: Tensor, b: Tensor) -> Tensor:
+    """Each row's score is to be above the other tower's: differences, without a product."""
+    return F.softplus(b.sum(1) - m.scale * a.sum(1)[:, None]).mean()
+
+
+def spread(m: Towers, a: Tensor, b: Tensor) -> Tensor:
+    """A kernel as it stands in the formula: differences of rows, squared and added up."""
+    distances = (a[:, None] - b[None]).square().sum(-1)
+    return (-m.scale * distances).exp().mean() + torch.cdist(a, b, p=1).mean()
+
+
+def nearest(m: Towers, a: Tensor, b: Tensor) -> Tensor:
+    """The nearest other row; in the backward its gradient alone is a value for pairs."""
+    scores = a @ b.T - 9 * torch.eye(len(a), dtype=a.dtype)
+    return (2 - scores.max(1).values.tanh()).log().mean()
+
+
+SQUARE = {"sigmoid": sigmoid, "clip": clip, "hinge": hinge, "nearest": nearest}
 LOSSES = {**SQUARE, "log_sum": log_sum, "kernel": kernel, "farthest": farthest, "masked": masked}
+LOSSES |= {"ranked": ranked, "spread": spread}
 MESHES = {
     "data": (Mesh(data=4), "data _"),
     "odd": (Mesh(data=3), "data _"),
@@ -163,12 +181,13 @@ def test_bytes_are_those_of_the_gather_and_memory_is_a_blocks(loss: str):
     assert peaks[1] < 10 * block + 8 * rows * 16 * 4
 
 
-def test_the_memory_grows_with_the_rows_of_a_device_alone():
+@pytest.mark.parametrize("loss", [sigmoid, nearest, ranked, spread])
+def test_the_memory_grows_with_the_rows_of_a_device_alone(loss: Loss):
     peaks = []
     for devices in (4, 8, 16):
         with torch.device("meta"):
             rows = 512 * devices
-            model, args = Towers(sigmoid, 8, torch.float32), inputs(rows, rows, 8, torch.float32)
+            model, args = Towers(loss, 8, torch.float32), inputs(rows, rows, 8, torch.float32)
         plan = planned(model, args, Mesh(data=devices), "data _")
         peaks.append(plan.report("h100", tried=False).memory.peak)
     assert peaks[2] < 1.2 * peaks[0]

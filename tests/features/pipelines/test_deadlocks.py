@@ -157,6 +157,7 @@ def orders(
     ):
         if name == "gpipe" and r == 2 and m >= 2 * p:
             yield Order("dualpipev", p, m, rounds=r, vee=True)
+            yield Order("dualpipev", p, m, rounds=r, vee=True, joint=True)
         if not (name == "gpipe" and r > 1):
             yield Order(name, p, m, rounds=r, vee=name == "zero_bubble" and r == 2)
 

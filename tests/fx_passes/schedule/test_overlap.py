@@ -385,8 +385,8 @@ def test_random_numbers_are_drawn_in_order():
 
 def test_unknown_pass():
     known = (
-        "'attention_rings', 'balance_attention', 'bucket', 'collective_matmul', 'overlap', "
-        "'position_masks'"
+        "'attention_rings', 'balance_attention', 'bucket', 'collective_matmul', 'join_stages', "
+        "'overlap'"
     )
     with pytest.raises(gspmd.ShardingError, match=f"there is no pass 'buckets'; there are {known}"):
         sharded_layers(advanced={"skip_passes": ("buckets",)})

@@ -32,7 +32,8 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 # Names of inputs that mean something else in the code of a graph.
 _TAKEN = {*keyword.kwlist, "self", "torch", "device", "inf", "nan"}
 _MOST_ITERATIONS = 1 << 32
-COUNTS = "carries", "rows", "others", "stacks", "ahead", "held"  # of a LoopCall
+# Of a LoopCall.
+COUNTS = "carries", "rows", "others", "stacks", "ahead", "held", "turned_rows", "turned_stacks"
 # Only `Plan.explain` reads these, or passes that have run.
 _LEFT_OUT = {"rule", "assignment", "operand_specs", "decisions"}
 _VALUES = (Tensor, bool, int, float, tuple, list, type(None))

@@ -24,15 +24,13 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ...compat.fx_nodes import add_node, copy_node, origin_of
+from ...compat.fx_nodes import add_node, origin_of
 from ...compat.operators import aten, draws
-from ...fx_passes.loop_call import BodyCall, copy_loops
+from ...fx_passes.loop_call import BodyCall, copy_of
 from ...fx_passes.program import Program
-from ...fx_passes.schedule.arithmetic import flops, stream_seconds
-from ...fx_passes.schedule.bucket import bucket, start_wait
-from ...fx_passes.schedule.collective_matmul import collective_matmul
+from ...fx_passes.schedule.arithmetic import flops
 from ...fx_passes.schedule.liveness import bytes_of, peak
-from ...fx_passes.schedule.overlap import EXTRA, overlap
+from ...fx_passes.schedule.overlap import EXTRA, scheduled_seconds
 from ...rules import Shapes
 from .fill_waits import fill_waits
 from .find_chains import COLLECTIVES, Chains, tensors_in
@@ -73,20 +71,14 @@ class _Search:
         self.most = math.inf
 
     def way(self, parts: int, left_out: frozenset[object], fill: bool = True) -> _Way:
-        graph = _copied(self.program.graph)
+        graph = copy_of(self.program.graph)
         if fill:
             self.rewrite(graph, parts, left_out)
-        program, skipped = self.program, self.program.request.skip_passes
-        mesh, hardware = program.mesh, program.hardware
-        if "collective_matmul" not in skipped:
-            collective_matmul(graph, mesh, hardware)
-        if "bucket" not in skipped:
-            bucket(graph, mesh, hardware, program.captured.has_backward)
-        seconds = stream_seconds(overlap(start_wait(graph)), mesh, hardware)
+        seconds = scheduled_seconds(graph, self.program)
         most = peak(graph)
         if not fill:
             # A share of the whole program's peak, which has each iteration's saved values.
-            call = program.call
+            call = self.program.call
             runs = call.loop.length if isinstance(call, BodyCall) else 1
             self.most = (1 + EXTRA * runs) * most
         return _Way(seconds if most <= self.most else math.inf, parts, left_out)
@@ -96,15 +88,6 @@ class _Search:
             _Parts(graph, parts, left_out).rewrite()
         fill_waits(graph, self.program.mesh, self.program.hardware)
         return graph
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph, with loops of its own."""
-    copied, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        new[node] = copy_node(copied, node, new.__getitem__)
-    copy_loops(copied)
-    return copied
 
 
 class _Parts:

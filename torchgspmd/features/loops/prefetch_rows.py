@@ -39,7 +39,7 @@ def prefetch_rows(graph: fx.Graph, mesh: Mesh, room: float | None = None) -> Non
         if not isinstance(call, LoopCall):
             continue
         # If a value ends the loop, nobody knows whether a next iteration comes.
-        if call.loop.length > 1 and not call.loop.ends:
+        if call.loop.length > 1 and not call.loop.ends and not call.turned_rows:
             body = _Body(node, call, mesh)
             if body.starts and body.bytes <= room:
                 body.rewrite()

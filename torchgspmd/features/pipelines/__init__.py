@@ -15,7 +15,7 @@ from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import APART, DELIVERED, LOOP_MARKS, SIZED_MARKS
 from ...rules.notation import Call, FactorRule, factors
 from ...rules.registry import rule_for
-from . import outline_stages, regather_in_stages
+from . import join_stages, outline_stages, regather_in_stages
 from .call import TAG, StageCall
 from .parts import HEAD, SEND
 
@@ -59,6 +59,7 @@ FEATURE_PASSES |= {
     "outline_stages": FeaturePass(
         lambda p: outline_stages.outline_stages(p.graph, p.mesh), (BodyCall,)
     ),
+    "join_stages": FeaturePass(join_stages.join_stages, (BodyCall,)),
 }
 BODY_CALLS[TAG] = StageCall
 LOOP_MARKS |= {HEAD, SEND}

@@ -26,7 +26,8 @@ from ...fx_passes.loop_call import BodyCall, BodyReader, RunBody, copy_of
 from ...fx_passes.units import size_text
 from ...layout.mesh import Mesh
 from .list_scheduler import Order, curve
-from .parts import LossSize, Message, StageBody, StageLink, StageProgram, StageRun
+from .merge_halves import beside
+from .parts import LossSize, Message, StageBody, StageLink, StagePart, StageProgram, StageRun
 from .schedule import Piece
 
 TAG = "stages"  # in saved plans
@@ -68,9 +69,10 @@ class StageCall(StageProgram, BodyCall):
         return self.kept_bytes * self.most_kept + max(own_bytes(b.graph) for b in self.bodies)
 
     def summary(self) -> Iterator[str]:
-        """Yield two lines about a pipeline that has a backward.
+        """Yield lines about a pipeline that has a backward.
 
-        The second line has other points on the curve, as if all pieces took equally long.
+        The second line has other points on the curve, as if all pieces took equally long. Joint
+        bodies have a line each.
         """
         order, kept = self.order, self.most_kept
         if order.name == "forward":
@@ -83,12 +85,20 @@ class StageCall(StageProgram, BodyCall):
         shares = [f"{order.zero_bubble(limit).schedule.idle:.0%}" for limit in limits]
         kept = f"{limits[0]} to {limits[-1]}"
         yield f"  zero_bubble with activations of {kept}: {', '.join(shares)} idle"
+        for body in self.pieces:
+            if body.joins:
+                hidden = [bool(products) for _, products in beside(body.graph)]
+                share = f"{sum(hidden)} of {len(hidden)} messages"
+                yield f"  {body.__name__}: {share} travel beside products of the other half"
 
     def picture(self) -> str | None:
         return None if self.order.name == "forward" else self.order.schedule.svg()
 
     def encode(self, graph: Callable[[fx.Graph], Any], value: Callable[[Any], Any]) -> list[Any]:
-        pieces = [[b.kind, b.round, graph(b.graph), b.inputs, b.outputs] for b in self.pieces]
+        pieces = [
+            [b.kind, b.round, graph(b.graph), b.inputs, b.outputs, [[*part] for part in b.joins]]
+            for b in self.pieces
+        ]
         links = [[*map(x.__dict__.get, _LINK), value(x.message)] for x in self.links]
         names = [self.carries, self.rows, self.others, self.stacks, self.totals]
         order = str(self.order)
@@ -102,8 +112,15 @@ class StageCall(StageProgram, BodyCall):
         if str(schedule) != order or not read.has_axis(axis):
             raise ValueError(order)
         bodies = (
-            StageBody(kind, read.natural(n), read.graph(rows), tuple(inputs), tuple(outputs))
-            for kind, n, rows, inputs, outputs in pieces
+            StageBody(
+                kind,
+                read.natural(n),
+                read.graph(rows),
+                tuple(inputs),
+                tuple(outputs),
+                tuple(StagePart(of, read.natural(r), tuple(a), tuple(b)) for of, r, a, b in joins),
+            )
+            for kind, n, rows, inputs, outputs, joins in pieces
         )
         carries, rows, others, stacks, totals = map(tuple, names)
         return cls(
@@ -137,26 +154,28 @@ class StageCall(StageProgram, BodyCall):
         assert (transport := self.transport) is not None, "a rank has a transport"
         run = StageRun(self, transport.device, carries, rows, others)
 
-        def begin(piece: Piece | None) -> Callable[[], list[tuple[str, Tensor]]]:
-            received = [] if piece is None else run.received(piece)
-            wait = transport.receive([Message(link, d, run.blank[c]) for link, c, d in received])
-            return lambda: [(carry, x) for (_, carry, _), x in zip(received, wait())]
+        def begin(step: Sequence[Piece]) -> Callable[[], list[tuple[Piece, str, Tensor]]]:
+            received = [(piece, *each) for piece in step for each in run.received(piece)]
+            wait = transport.receive([Message(link, d, run.blank[c]) for _, link, c, d in received])
+            return lambda: [(piece, c, x) for (piece, _, c, _), x in zip(received, wait())]
 
-        # The next piece's input travels while this piece runs.
-        arriving = begin(run.pieces[0])
-        for piece, following in zip(run.pieces, [*run.pieces[1:], None]):
+        # The next step's input travels while this step runs.
+        arriving = begin(run.steps[0])
+        for step, following in zip(run.steps, [*run.steps[1:], ()]):
             arrived, arriving = arriving, begin(following)
-            for carry, x in arrived():
+            for piece, carry, x in arrived():
                 run.arrive(piece, carry, x)
-            for body in self.bodies_of(piece.kind, piece.stage):
-                run.take(piece, body, body.run(*run.inputs(piece, body)))
+            for body, pieces in self.work_of(step):
+                run.take(body, pieces, body.run(*run.inputs(body, pieces)))
             transport.send(
                 [
                     Message(link, to, run.value(piece.microbatch, link.sent))
+                    for piece in step
                     for link, _, to in run.sent(piece)
                 ]
             )
-            run.finish(piece)
+            for piece in step:
+                run.finish(piece)
         transport.finish()
         return run.results()
 
@@ -181,31 +200,35 @@ class _Simulation:
         self.done = [0] * mesh.size
 
     def run(self) -> list[list[Tensor]]:
-        while left := {d: p for d in self.devices if (p := self._next(d)) is not None}:
-            ready = {d: piece for d, piece in left.items() if self._has_arrived(d, piece)}
+        places = self.call.order.places
+        while left := {d: step for d in self.devices if (step := self._next(d))}:
+            ready = {d: step for d, step in left.items() if self._has_arrived(d, step)}
             assert ready, "a stage waits for a piece that comes later"
-            kinds = {d: (p.kind, self.call.order.places.round(p.stage)) for d, p in ready.items()}
+            kinds = {
+                d: tuple((p.kind, places.round(p.stage)) for p in step) for d, step in ready.items()
+            }
             first = next(iter(kinds.values()))
-            self._do({d: p for d, p in ready.items() if kinds[d] == first})
+            self._do({d: step for d, step in ready.items() if kinds[d] == first})
         return [run.results() for run in self.runs]
 
-    def _next(self, device: int) -> Piece | None:
-        pieces, done = self.runs[device].pieces, self.done[device]
-        return pieces[done] if done < len(pieces) else None
+    def _next(self, device: int) -> Sequence[Piece]:
+        steps, done = self.runs[device].steps, self.done[device]
+        return steps[done] if done < len(steps) else ()
 
-    def _has_arrived(self, device: int, piece: Piece) -> bool:
-        received = self.runs[device].received(piece)
+    def _has_arrived(self, device: int, step: Sequence[Piece]) -> bool:
+        received = [each for piece in step for each in self.runs[device].received(piece)]
         return all(self.messages.get((device, self.at[device][d], x)) for x, _, d in received)
 
-    def _do(self, pieces: dict[int, Piece]) -> None:
-        for device, piece in pieces.items():
+    def _do(self, steps: dict[int, Sequence[Piece]]) -> None:
+        each = [(device, piece) for device, step in steps.items() for piece in step]
+        for device, piece in each:
             for link, carry, source in self.runs[device].received(piece):
                 message = self.messages[device, self.at[device][source], link].popleft()
                 self.runs[device].arrive(piece, carry, message)
-        lists = {d: self.call.bodies_of(p.kind, p.stage) for d, p in pieces.items()}
-        for body in max(lists.values(), key=len):
-            active = [d for d in pieces if body in lists[d]]
-            inputs = {d: self.runs[d].inputs(pieces[d], body) for d in active}
+        works = {d: dict(self.call.work_of(step)) for d, step in steps.items()}
+        for body in max(works.values(), key=len):
+            active = [d for d in steps if body in works[d]]
+            inputs = {d: self.runs[d].inputs(body, works[d][body]) for d in active}
             columns = [
                 [
                     inputs[d][i] if d in inputs else _poison(inputs[active[0]][i])
@@ -213,17 +236,19 @@ class _Simulation:
                 ]
                 for i in range(len(body.inputs))
             ]
-            at = {d: pieces[d].microbatch for d in active}
+            # The forward's microbatch, and the backward's.
+            at = {d: tuple(p.microbatch for p in works[d][body])[:2] for d in active}
             results = self.run_body(body.graph, columns, at)
             for device in active:
-                self.runs[device].take(pieces[device], body, results[device])
-        for device, piece in pieces.items():
+                self.runs[device].take(body, works[device][body], results[device])
+        for device, piece in each:
             run = self.runs[device]
             for link, _, to in run.sent(piece):
                 value = run.value(piece.microbatch, link.sent)
                 key = self.at[device][to], device, link
                 self.messages.setdefault(key, deque()).append(value)
             run.finish(piece)
+        for device in steps:
             self.done[device] += 1
 
 

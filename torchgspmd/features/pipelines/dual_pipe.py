@@ -10,9 +10,10 @@
     p - d - 1                     W B0
     the rest                      W
 
-A pair is of two microbatches, of which neither waits for the other. Each piece is a program of its
-own, so messages inside of one (tokens to experts) do not travel beside the other yet. The bubble
-is (p - 1)(F + B - W), for the pieces of one stage. A device keeps 2 p + 1 activations.
+A pair is of two microbatches, of which neither waits for the other. Where messages inside of a
+piece (tokens to experts) take time, a pair is one program, in which they travel beside the other's
+products (join_stages.py). The bubble is (p - 1)(F + B - W), for the pieces of one stage. A device
+keeps 2 p + 1 activations.
 
 source   DeepSeek-V3 (arXiv 2412.19437, section 3.2.1) and its repository DualPipe, whose V is half
          of DualPipe. torch.distributed.pipelining calls it ScheduleDualPipeV.
@@ -21,8 +22,9 @@ source   DeepSeek-V3 (arXiv 2412.19437, section 3.2.1) and its repository DualPi
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
-from .schedule import Piece
+from .schedule import Piece, Steps
 
 ROUNDS = 2
 
@@ -30,6 +32,21 @@ ROUNDS = 2
 def dual_pipe(devices: int, microbatches: int) -> list[list[Piece]]:
     """Return each device's pieces in order, for as many microbatches as stages or more."""
     return [_Device(device, devices, microbatches).run() for device in range(devices)]
+
+
+def pairs(pieces: Sequence[Piece]) -> Steps:
+    """Return a device's pieces, with those of a pair together: F, B, and its W if it follows."""
+    steps: list[list[Piece]] = []
+    for piece in pieces:
+        last = steps[-1] if steps else list[Piece]()
+        kinds = "".join(x.kind for x in last)
+        is_beside = kinds == "F" and piece.kind == "B" and piece.stage != last[0].stage
+        is_last = kinds == "FB" and piece == Piece("W", last[1].stage, last[1].microbatch)
+        if is_beside or is_last:
+            last.append(piece)
+        else:
+            steps.append([piece])
+    return steps
 
 
 class _Device:

@@ -17,8 +17,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ...errors import ShardingError
-from .dual_pipe import dual_pipe
-from .schedule import Piece, Schedule, Times, in_ticks, needed_by, seconds_of, timed
+from .dual_pipe import dual_pipe, pairs
+from .schedule import (
+    Piece,
+    Schedule,
+    Steps,
+    Times,
+    in_ticks,
+    needed_by,
+    seconds_of,
+    single,
+    timed,
+)
 
 DUAL = "dualpipev"
 
@@ -242,7 +252,7 @@ class Order:
     stage; if 1f1b has rounds, also those for which a device waits. memory: bytes that these may
     take; 0: unlimited.
     recompute: whether a backward computes the forward again. rounds: how many stages a device has.
-    vee: whether the second round goes back.
+    vee: whether the second round goes back. joint: whether pairs of dualpipev are one program.
     """
 
     name: str
@@ -253,13 +263,15 @@ class Order:
     recompute: bool = False
     rounds: int = 1
     vee: bool = False
+    joint: bool = False
 
     def __str__(self) -> str:
         words = [self.name, f"{self.devices}x{self.microbatches}"]
         words += [f"rounds {self.rounds}"] if self.rounds > 1 else []
         words += [f"keeps {self.limit}"] if self.limit else []
         words += [f"within {self.memory}"] if self.memory else []
-        return " ".join(words + ["recompute"] * self.recompute + ["vee"] * self.vee)
+        words += ["recompute"] * self.recompute + ["vee"] * self.vee
+        return " ".join(words + ["joint"] * self.joint)
 
     @classmethod
     def parse(cls, text: str) -> Order:
@@ -268,7 +280,7 @@ class Order:
         devices, microbatches = map(int, sizes.split("x"))
         limit, memory = (int(numbers.get(word, 0)) for word in ("keeps", "within"))
         rounds = int(numbers.get("rounds", 1))
-        marks = {mark: mark in words for mark in ("recompute", "vee")}
+        marks = {mark: mark in words for mark in ("recompute", "vee", "joint")}
         return cls(name, devices, microbatches, limit, memory, rounds=rounds, **marks)
 
     @property
@@ -277,9 +289,18 @@ class Order:
         return self.name in ("zero_bubble", DUAL)
 
     @property
+    def may_join(self) -> bool:
+        """Whether pairs of pieces may become one program."""
+        return self.name == DUAL and not self.joint
+
+    @property
     def may_split(self) -> bool:
         """Whether weight gradients may become pieces: auto chooses among such schedules."""
         return self.splits or self.name == "auto"
+
+    def steps(self, pieces: Sequence[Piece]) -> Steps:
+        """Return a device's pieces, with those of one program together."""
+        return pairs(pieces) if self.joint else single(pieces)
 
     @property
     def places(self) -> StagePlacement:
@@ -301,7 +322,7 @@ class Order:
         if self.name == "gpipe":
             return in_ticks(p, m, 1, times)
         if self.name == DUAL:
-            return timed(dual_pipe(p, m), times)
+            return timed(dual_pipe(p, m), times, self.steps)
         limit = self.limit or self.usual_limit
         return list_schedule(p, m, split=self.splits, memory=limit, times=times, rounds=rounds)
 

@@ -17,7 +17,7 @@ from ...compat.operators import custom_op
 from ...fx_passes.loop_call import InnerProgram
 from ...rules.custom_ops.loops import Loop
 from .list_scheduler import Order
-from .schedule import Piece
+from .schedule import Piece, Steps
 
 
 @custom_op("stage_send")
@@ -53,21 +53,44 @@ SEND, HEAD = (op._opoverload for op in (stage_send, stage_head))
 
 
 FORWARD, LOSS, BACKWARD, WEIGHTS = "forward", "loss", "backward", "weights"
+JOINT = "joint"
+
+
+class StagePart(NamedTuple):
+    """A round's work for one microbatch, and the names of the microbatch's values."""
+
+    kind: str
+    round: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.round}" if self.round else self.kind
 
 
 @dataclass(eq=False)
 class StageBody(InnerProgram):
-    """A round's piece of work. graph: from the coordinates and `inputs` to `outputs`."""
+    """A round's piece of work. graph: from the coordinates and `inputs` to `outputs`.
+
+    joins: of a joint body, the parts for two microbatches, whose inputs and outputs follow each
+    other.
+    """
 
     kind: str
     round: int
     graph: fx.Graph
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    joins: tuple[StagePart, ...] = ()
 
     @property
     def __name__(self) -> str:
-        return f"{self.kind} {self.round}" if self.round else self.kind
+        return " + ".join(part.name for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[StagePart, ...]:
+        return self.joins or (StagePart(self.kind, self.round, self.inputs, self.outputs),)
 
     @cached_property
     def run(self) -> Callable[..., Any]:
@@ -113,6 +136,9 @@ class LossSize:
         # The first factor is sharded, with its last shard padded.
         first, *rest = (others[name] for name in self.factors)
         return self.times * -(-first // self.devices) * math.prod(rest)
+
+
+Work = tuple[StageBody, tuple[Piece, ...]]  # a body, and the piece that each of its parts is for
 
 
 class Message(NamedTuple):
@@ -166,6 +192,18 @@ class StageProgram:
                 kinds = [FORWARD, LOSS]
         return [body for each in kinds if (body := self.body(each, round_)) is not None]
 
+    def work_of(self, step: Sequence[Piece]) -> list[Work]:
+        """Return the bodies that a step runs, in order, with the piece that each part is for."""
+        each = [(body, piece) for piece in step for body in self.bodies_of(piece.kind, piece.stage)]
+        pieces = {(body.kind, body.round): piece for body, piece in each}
+        for body in self.pieces if len(step) > 1 else ():
+            names = [part[:2] for part in body.joins]
+            if names and {*names} <= {*pieces}:
+                # The loss, which the backward takes.
+                alone = [(x, (piece,)) for x, piece in each if (x.kind, x.round) not in names]
+                return [*alone, (body, tuple(pieces[name] for name in names))]
+        return [(body, (piece,)) for body, piece in each]
+
     def kind_of(self, body: StageBody) -> str:
         stage = (
             self.order.places.stages
@@ -173,6 +211,20 @@ class StageProgram:
             - (self.order.rounds - 1 - body.round) * (self.order.devices)
         )
         return next(kind for kind in "FBW" if body in self.bodies_of(kind, stage))
+
+    @property
+    def last_device(self) -> int:
+        """The device with the last stage, which has the loss."""
+        return self.order.places.device(self.order.places.stages - 1)
+
+    def steps_on(self, device: int) -> Steps:
+        """Return a device's pieces, in order; those of one program together."""
+        return self.order.steps([slot.piece for slot in self.order.schedule.rows[device]])
+
+    def runs_of(self, body: StageBody) -> int:
+        """Return how often the device with the loss runs a body."""
+        works = (self.work_of(step) for step in self.steps_on(self.last_device))
+        return sum(body is each for work in works for each, _ in work)
 
     @cached_property
     def last_uses(self) -> list[list[LastUses]]:
@@ -203,7 +255,7 @@ class StageRun:
         others: Sequence[object],
     ) -> None:
         self.call, self.device, self.places = call, device, call.order.places
-        self.pieces = [slot.piece for slot in call.order.schedule.rows[device]]
+        self.steps = call.steps_on(device)
         self.first = carries[0]
         self.rows = dict(zip(call.rows, rows))
         self.others = dict(zip(call.others, others))
@@ -238,8 +290,13 @@ class StageRun:
     def arrive(self, piece: Piece, carry: str, x: Tensor) -> None:
         self.values[piece.microbatch][carry] = x
 
-    def inputs(self, piece: Piece, body: StageBody) -> list[Any]:
-        return [self.value(piece.microbatch, name) for name in body.inputs]
+    def inputs(self, body: StageBody, pieces: Sequence[Piece]) -> list[Any]:
+        """Return a body's inputs. pieces: one for each of its parts."""
+        return [
+            self.value(piece.microbatch, name)
+            for part, piece in zip(body.parts, pieces, strict=True)
+            for name in part.inputs
+        ]
 
     def value(self, microbatch: int, name: str) -> Any:
         if name in (own := self.values[microbatch]):
@@ -261,14 +318,19 @@ class StageRun:
             self.blank[name] = self.first.new_zeros(shape, dtype=meta["dtype"])
         return self.blank[name]
 
-    def take(self, piece: Piece, body: StageBody, values: Sequence[Any]) -> None:
-        own = self.values[piece.microbatch]
-        for name, x in zip(body.outputs, values):
-            own[name] = x
+    def take(self, body: StageBody, pieces: Sequence[Piece], values: Sequence[Any]) -> None:
+        """Keep a body's outputs. pieces: one for each of its parts."""
+        names = [
+            (piece.microbatch, name)
+            for part, piece in zip(body.parts, pieces, strict=True)
+            for name in part.outputs
+        ]
+        for (microbatch, name), x in zip(names, values, strict=True):
+            self.values[microbatch][name] = x
             if name in self.call.stacks:
                 if name not in self.stacked:
                     self.stacked[name] = x.new_empty([self.call.loop.length, *x.shape])
-                self.stacked[name][piece.microbatch] = x
+                self.stacked[name][microbatch] = x
             if name in self.call.totals:
                 if name in self.added:
                     add_rows(self.added[name], x)

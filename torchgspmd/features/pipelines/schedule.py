@@ -13,7 +13,7 @@ A device may have several stages: with `rounds`, there are p x rounds stages. li
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,20 +39,25 @@ class Piece:
 
 @dataclass(frozen=True)
 class Slot:
-    """A piece, and when a device does it."""
+    """A piece, and when a device does it. beside: in one program with the piece before it."""
 
     piece: Piece
     begin: float
     end: float
+    beside: bool = False
 
 
 @dataclass(frozen=True)
 class Times:
-    """How long a stage's pieces take, in any unit."""
+    """How long a stage's pieces take, in any unit.
+
+    joint: a forward beside a backward and its weight gradients; None: one after the other.
+    """
 
     forward: float = 1.0
     backward: float = 1.0  # the gradient for the stage's input
     weights: float = 1.0  # the gradient for its weights
+    joint: float | None = None
 
     @property
     def whole(self) -> float:
@@ -118,6 +123,8 @@ class Schedule:
                 begin, length = (
                     round(t / unit) * width for t in (slot.begin, slot.end - slot.begin)
                 )
+                # Pieces of one program: `F4+B0'+W0'`.
+                line = line[:-1] + "+" if slot.beside else line
                 line = (
                     line.ljust(begin)
                     + _label(slot.piece, len(self.rows)).ljust(length, ".")[: length - 1]
@@ -182,30 +189,51 @@ def in_ticks(
     )
 
 
-def timed(table: Sequence[Sequence[Piece]], times: Times) -> Schedule:
-    """Return the schedule in which each device does its pieces in order, as early as it can."""
+def timed(
+    table: Sequence[Sequence[Piece]], times: Times, joint: Callable[..., Steps] | None = None
+) -> Schedule:
+    """Return the schedule in which each device does its pieces in order, as early as it can.
+
+    joint: divides a device's pieces into programs; None: each is one.
+    """
     split = any(piece.kind == "W" for row in table for piece in row)
     last = max(piece.stage for row in table for piece in row)
     seconds = seconds_of(split, times)
     done: dict[Piece, float] = {}
+    steps = [*map(joint or single, table)]
     rows: list[list[Slot]] = [[] for _ in table]
-    left = sum(map(len, table))
-    while left:
-        before = left
-        for row, pieces in zip(rows, table):
+    at = [0] * len(table)
+    while any(n < len(each) for n, each in zip(at, steps)):
+        before = sum(at)
+        for device, (row, each) in enumerate(zip(rows, steps)):
             # A device keeps its order: no piece overtakes one that waits.
-            for piece in pieces[len(row) :]:
-                needs = needed_by(piece, last)
+            for pieces in each[at[device] :]:
+                needs = {x for piece in pieces for x in needed_by(piece, last)} - {*pieces}
                 if not all(other in done for other in needs):
                     break
                 begin = max([done[other] for other in needs], default=0.0)
                 begin = max(begin, row[-1].end) if row else begin
-                row.append(Slot(piece, begin, begin + seconds[piece.kind]))
-                done[piece] = row[-1].end
-                left -= 1
-        assert left < before, "a device waits for a piece that comes later"
+                length = sum(seconds[piece.kind] for piece in pieces)
+                scale = 1.0
+                if len(pieces) > 1 and times.joint is not None:
+                    scale = times.joint / length
+                for piece in pieces:
+                    end = begin + scale * seconds[piece.kind]
+                    row.append(Slot(piece, begin, end, piece != pieces[0]))
+                    begin = end
+                done |= dict.fromkeys(pieces, begin)  # a program sends when it ends
+                at[device] += 1
+        assert sum(at) > before, "a device waits for a piece that comes later"
     kept = tuple(max(_kept(row, "W" if split else "B")) for row in rows)
     return Schedule(tuple(map(tuple, rows)), kept)
+
+
+Steps = Sequence[Sequence[Piece]]
+
+
+def single(pieces: Sequence[Piece]) -> Steps:
+    """Return the pieces, each as a program of its own."""
+    return [(piece,) for piece in pieces]
 
 
 def needed_by(piece: Piece, last: int) -> tuple[Piece, ...]:

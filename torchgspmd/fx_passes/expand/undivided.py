@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from ...capture import ARGUMENT, MUTATION, TANGENT
+from ...compat.operators import aten
 from ...rules.custom_ops.loops import LOOP_MARKS
 from ...rules.notation import Dims
 from ...rules.ops.concat_slice import FEWEST_PARTS, PART_OPS, pieces_taken
@@ -153,16 +154,15 @@ class Work:
     def pairs(self, least: float) -> Iterator[Pair]:
         """Yield products with a value for each pair of rows of a batch, on the same axes.
 
+        Then differences and the like, whose operands broadcast, and products that sum such a value.
         least: bytes of the values on a device, which also are more than an operand's that would be
         gathered.
         """
-        for op in self.ops:
-            if not op.rule.contraction or len(op.operands) != 2 or op.results != (op.node,):
+        products = [op for op in self.ops if op.rule.contraction]
+        for op in (*products, *(op for op in self.ops if broadcasts(op.node))):
+            if len(op.operands) != 2 or op.results != (op.node,):
                 continue
-            sizes, places = op.rule.sizes, []
-            for value, dims in zip(op.operands, op.rule.operands):
-                along = zip(dims, self.layouts.spec[value].dims)
-                places.append({names[0]: axes for names, axes in along if axes and len(names) == 1})
+            sizes, places = op.rule.sizes, self._sharded_factors(op)
             # A factor of both operands is summed, or a batch of products.
             both = {*itertools.chain(*op.rule.operands[0])} & {
                 *itertools.chain(*op.rule.operands[1])
@@ -177,6 +177,37 @@ class Work:
                 if is_large and not self._are_weights(op, (row, column)):
                     if elements[0] < elements[1]:
                         row, column = column, row
+                    yield Pair(op, row, column, (sizes[row], sizes[column]), axes)
+        for op in products:
+            yield from self._summed_pairs(op, least)
+
+    def _sharded_factors(self, op: Op) -> list[dict[str, Axes]]:
+        """Return for each operand the factors that shard a dimension, with their axes."""
+        pairs = zip(op.operands, op.rule.operands)
+        tensors = ((self.layouts.spec[value].dims, dims) for value, dims in pairs)
+        return [
+            {names[0]: axes for axes, names in zip(*each) if axes and len(names) == 1}
+            for each in tensors
+        ]
+
+    def _summed_pairs(self, op: Op, least: float) -> Iterator[Pair]:
+        """Yield a product that sums a computed value for each pair over the columns.
+
+        The gradient of a maximum over other rows is such a value, which no product has made.
+        """
+        if len(op.operands) != 2 or op.results != (op.node,):
+            return
+        sizes, places = op.rule.sizes, self._sharded_factors(op)
+        for i, value in enumerate(op.operands):
+            names = {f for factors in op.rule.operands[i] for f in factors}
+            of_other = {f for factors in op.rule.operands[1 - i] for f in factors}
+            val, other = value.meta["val"], op.operands[1 - i].meta["val"]
+            for row, column in itertools.product(places[i], places[1 - i]):
+                axes = places[i][row]
+                is_pair = axes == places[1 - i][column] and column in names and row not in of_other
+                count = self.layouts.mesh.count(axes)
+                is_large = val.nbytes >= count * least and val.numel() > count * other.numel()
+                if is_pair and is_large and not self._are_weights(op, (row, column)):
                     yield Pair(op, row, column, (sizes[row], sizes[column]), axes)
 
     def _are_weights(self, op: Op, names: Sequence[str]) -> bool:
@@ -235,9 +266,20 @@ def has_pairs(p: Program) -> bool:
     """Return whether a product has so many values for pairs of rows that blocks are worth it."""
     least = p.request.constants.pair_bytes
     products = p.graph.find_nodes(op="call_function", target=torch.ops.torchgspmd.einsum.default)
-    # First by fx's table of nodes: most programs have no such product, and need no walk.
-    is_large = any(node.meta["val"].nbytes >= least for node in products)
+    maxima = p.graph.find_nodes(op="call_function", target=aten.scatter.src)  # their gradients
+    # First by the graph's shapes: most programs have no such value, and need no layouts.
+    found = itertools.chain(products, maxima, filter(broadcasts, p.graph.nodes))
+    is_large = any(node.meta["val"].nbytes >= least for node in found)
     return is_large and any(True for _ in work_of(p).pairs(least))
+
+
+def broadcasts(node: fx.Node) -> bool:
+    """Return whether an operation has a number for each pair of rows of two smaller operands."""
+    val, operands = node.meta.get("val"), node.all_input_nodes
+    if len(operands) != 2 or not isinstance(val, torch.Tensor) or not val.is_floating_point():
+        return False
+    sizes = [x.meta.get("val") for x in operands]
+    return all(isinstance(x, torch.Tensor) and x.numel() < val.numel() for x in sizes)
 
 
 def has_sharded_parts(p: Program) -> bool:

@@ -130,7 +130,7 @@ def stream_seconds(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> float:
 def graph_flops(graph: fx.Graph, mesh: Mesh) -> int:
     """Return the FLOPs of all products in a graph, with all iterations of its loops."""
     within = sum(
-        call.loop.length * graph_flops(body.graph, mesh)
+        call.runs_of(body) * graph_flops(body.graph, mesh)
         for _, call in loop_calls(graph)
         for body in call.bodies
     )

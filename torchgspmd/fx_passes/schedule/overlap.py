@@ -33,9 +33,22 @@ from ...compat.fx_nodes import reached
 from ...compat.operators import draws
 from ..loop_call import BodyCall
 from ..program import Program
+from .arithmetic import stream_seconds
+from .bucket import bucket, start_wait
+from .collective_matmul import collective_matmul
 from .liveness import Ledger, budget_of, peak
 
 EXTRA = 0.1  # Memory that overlapping may cost, as a fraction of the peak.
+
+
+def scheduled_seconds(graph: fx.Graph, program: Program) -> float:
+    """Schedule a graph as the passes behind this one do, and return its seconds on two streams."""
+    skipped, mesh, hardware = program.request.skip_passes, program.mesh, program.hardware
+    if "collective_matmul" not in skipped:
+        collective_matmul(graph, mesh, hardware)
+    if "bucket" not in skipped:
+        bucket(graph, mesh, hardware, program.captured.has_backward)
+    return stream_seconds(overlap(start_wait(graph)), mesh, hardware)
 
 
 def overlap_program(p: Program) -> fx.Graph:

@@ -27,11 +27,17 @@ from .one_device import drawn
 class At:
     """Where devices are in a stage's loop; empty where all compute the same iteration.
 
-    microbatches: of the devices that have work. depth: how many loops are around the stages.
+    microbatches: of the devices that have work; two, where a forward and a backward are one
+    program. depth: how many loops are around the stages.
     """
 
-    microbatches: Mapping[int, int] = field(default_factory=dict)
+    microbatches: Mapping[int, Sequence[int]] = field(default_factory=dict)
     depth: int = 0
+
+    def of(self, node: fx.Node) -> dict[int, int]:
+        """Return the microbatches of a node's devices."""
+        which = -1 if node.meta.get("backward") else 0
+        return {device: each[which] for device, each in self.microbatches.items()}
 
 
 Claim = Callable[[str, fx.Node, list[Tensor], At], None]
@@ -171,7 +177,7 @@ class Devices(Simulator):
         return Devices(nn.Module(), self.mesh, graph, self.claims, path, self.at)
 
     def run_body(
-        self, graph: fx.Graph, inputs: Sequence[list], at: Mapping[int, int]
+        self, graph: fx.Graph, inputs: Sequence[list], at: Mapping[int, Sequence[int]]
     ) -> list[list]:
         """Run a piece of a stage; devices without work have poison."""
         number = self.pieces.setdefault(graph, len(self.pieces))
@@ -218,11 +224,11 @@ class StageShards:
         self.held: dict[tuple[str, int, int], dict[int, Tensor]] = {}
 
     def complete(
-        self, path: str, shards: Sequence[Tensor], spec: ShardSpec, at: At
+        self, path: str, shards: Sequence[Tensor], spec: ShardSpec, at: Mapping[int, int]
     ) -> Iterator[tuple[int, int, list[Tensor], list[int]]]:
         """Take shards; yield (microbatch, turn, shards, devices) of sums that have all terms."""
         groups = {rank: group for group in self.mesh.groups(spec.pending) for rank in group}
-        for rank, microbatch in at.microbatches.items():
+        for rank, microbatch in at.items():
             turn = self.turns.get((path, rank, microbatch), 0)
             self.turns[path, rank, microbatch] = turn + 1
             held = self.held.setdefault((path, microbatch, turn), {})

@@ -190,7 +190,7 @@ class RandomTrial:
         if name in self.native or is_blank(node):
             return
         if at.microbatches:
-            found = self.stages.complete(path, shards, spec, at)
+            found = self.stages.complete(path, shards, spec, at.of(node))
         else:
             found = [(None, self.seen.get(path, 0), shards, range(len(shards)))]
             self.seen[path] = self.seen.get(path, 0) + 1

@@ -9,7 +9,7 @@ events are one iteration's, each as long as all iterations together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -108,6 +108,30 @@ class Estimate:
         """
         return sum(e.seconds for e in self.events if e.stream == stream)
 
+    def beside(self, event: Event) -> tuple[Event, ...]:
+        """Return the operations that the device computes while a collective is sent.
+
+        Args:
+            event: One of `events`, on the stream "communication".
+
+        Returns:
+            Events on the stream "compute"; none, if nothing hides the collective.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> times = result.estimate("h100")
+            >>> times.beside(times.events[1])
+            ()
+        """
+        end = event.begin + event.seconds
+        return tuple(
+            e
+            for e in self.events
+            if e.stream == COMPUTE and e.begin < end and e.begin + e.seconds > event.begin
+        )
+
     @property
     def mfu(self) -> float:
         """Return the model's operations, as a share of all devices' peak in that time."""
@@ -145,6 +169,24 @@ def estimate(
     """
     events = tuple(_Streams(program, mesh, hardware, kernels).run())
     return Estimate(hardware, mesh, events, graph_flops(program, mesh), graph_flops(model, mesh))
+
+
+def _times(call: StageCall, seconds: Mapping[str, float]) -> Times:
+    """Return how long a stage's pieces take. seconds: for each body. Rounds are taken to be alike.
+
+    A pair without a body of its own computes its pieces one after the other.
+    """
+    rounds, kinds = call.order.rounds, dict.fromkeys("FBW", 0.0)
+    for body in call.bodies:
+        if not body.joins:
+            kinds[call.kind_of(body)] += seconds[body.__name__] / rounds
+    saved = sum(
+        sum(seconds[part.name] for part in body.joins) - seconds[body.__name__]
+        for body in call.bodies
+        if body.joins
+    )
+    times = Times(*kinds.values())
+    return replace(times, joint=times.whole - saved / rounds)
 
 
 class _Streams:
@@ -271,16 +313,15 @@ class _Streams:
         """
         start, count, before = self.now, call.loop.length, alive - self.ledger.iterations[node]
         # The most activations that the schedule keeps at once.
-        kept, seconds = before + call.kept_bytes * call.most_kept, dict.fromkeys("FBW", 0.0)
+        kept, seconds = before + call.kept_bytes * call.most_kept, dict[str, float]()
         for body in call.bodies:
-            one, begin = self.inner(body.graph), self.now
-            yield from one.repeated(count, begin, kept)
-            self.now = begin + one.now * count
-            seconds[call.kind_of(body)] += one.now
-        rounds = call.order.rounds  # whose pieces are taken to be alike
-        times = Times(*(seconds[kind] / rounds for kind in "FBW"))
+            one, begin, runs = self.inner(body.graph), self.now, call.runs_of(body)
+            yield from one.repeated(runs, begin, kept)
+            self.now = begin + one.now * runs
+            seconds[body.__name__] = one.now
+        schedule, device = call.order.timed(_times(call, seconds)), call.last_device
         # A stage waits whenever it does not compute one of its own pieces.
-        idle = call.order.timed(times).end - count * rounds * times.whole
+        idle = schedule.end - sum(slot.end - slot.begin for slot in schedule.rows[device])
         yield self.event(node, EXPOSED, self.now, idle, alive)
         # Messages are on the links while stages compute: they take no time of the device.
         for link in call.links:
