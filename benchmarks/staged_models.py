@@ -144,6 +144,17 @@ MODELS = {
          "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4,
          "qk_rope_head_dim": 4, "v_head_dim": 4, "head_dim": 4, "num_key_value_heads": 4,
          "num_hidden_layers": 5}),
+    "mixtral_router_loss": Model("MixtralForCausalLM", "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,
+         "output_router_logits": True, "router_aux_loss_coef": 0.1}),
+    "qwen3_moe_router_loss": Model("Qwen3MoeForCausalLM", "Qwen3MoeConfig",
+        {**MIXTURE, "num_experts": 4, "decoder_sparse_step": 2, "output_router_logits": True,
+         "router_aux_loss_coef": 0.1}),
+    "llama_all_states": Model("LlamaForCausalLM", "LlamaConfig",
+        {"attn": "eager", "output_hidden_states": True, "output_attentions": True}),
+    "bert_all_states": Model("BertForMaskedLM", "BertConfig",
+        {"attn": "eager", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+         "output_hidden_states": True, "output_attentions": True}, ("bert.encoder.layer",)),
     "bert": Model("BertForMaskedLM", "BertConfig",
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         ("bert.encoder.layer",)),
@@ -283,7 +294,9 @@ EXACT = 1e-5
 def compare(model: Model, schedule: str) -> float:
     """Return the largest difference of a step's loss and gradients, relative to the gradients'."""
     plain, batch = model.make(), model.batch()
-    expected = plain(**batch).loss
+    # The loss is the mean over the microbatches' losses, which have every other row.
+    parts = [{name: x[i::2].contiguous() for name, x in batch.items()} for i in range(2)]
+    expected = torch.stack([plain(**part).loss for part in parts]).mean()
     expected.backward()
     mesh = gspmd.Mesh(data=2, stage=2)
     layers = model.layers if len(model.layers) > 1 else model.layers[0]

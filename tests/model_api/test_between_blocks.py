@@ -61,9 +61,9 @@ class Model(nn.Module):
         x = self.entered = self.embed(x)
         kept = {name: [] for name in self.does}
         for i, layer in enumerate(self.layers):
-            y, v = layer(x)
+            before, (x, v) = x, layer(x)
             for name in self.does:
-                x = y = DOES[name](self, i, x, y, v, kept[name])
+                x = DOES[name](self, i, before, x, v, kept[name])
         self.entered = None
         loss = F.cross_entropy(self.head(x).mean(1), labels)
         for values in kept.values():
@@ -119,3 +119,80 @@ def test_a_loop_that_computes_between_blocks(does, layers, make, mesh, repeats, 
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(named[name], parameter.grad, **EXACT, msg=name)
+
+
+class Noting(Block):
+    """A user of hooks: its value is noted, and another hook changes it."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.inner = nn.Identity()
+
+    def forward(self, x):
+        return self.inner(super().forward(x)[0]), x
+
+
+@pytest.mark.parametrize("make", ["1f1b", "stack"])
+def test_hooks_note_values_of_each_block(make):
+    torch.manual_seed(0)
+    kept = []
+
+    class Hooked(Model):
+        def forward(self, x, labels):
+            kept.clear()
+            loss = super().forward(x, labels)
+            return loss + sum((value * i).square().mean() for i, value in enumerate(kept))
+
+    model = Hooked([], 4).double()
+    model.layers = nn.ModuleList(map(Noting, range(4))).double()
+    for layer in model.layers:
+        layer.inner.register_forward_hook(note := lambda module, args, y: kept.append(y))
+        layer.inner.register_forward_hook(change := lambda module, args, y: y * 0.5)
+    assert note and change
+    x, labels = torch.randn(BATCH, LENGTH, WIDTH).double(), torch.randint(3, (BATCH,))
+    expected = model(x, labels)
+    expected.backward()
+    mesh, other = gspmd.Mesh.parse("data=2" if make == "stack" else "stage=2"), model
+    gradient, row = model.layers[1].up.weight.grad, 1
+    if make == "stack":
+        other.layers = gspmd.stack(model.layers)
+    else:
+        gspmd.pipeline_model(other, "layers", mesh, microbatches=2, schedule=make)
+        row = other.layers.place(1)
+    plan = gspmd.plan(other, x, labels, mesh=mesh, grad=True)
+    found, gradients = plan.simulate(x, labels)
+    torch.testing.assert_close(found, expected.detach(), **EXACT)
+    torch.testing.assert_close(gradients["layers.block.up.weight"][row], gradient, **EXACT)
+
+
+class Setting(Block):
+    def forward(self, x):
+        self.loss = x.mean()
+        return super().forward(x)
+
+
+def test_values_in_attributes():
+    """A block's attribute is an error; what the loop keeps in one is forgotten."""
+    torch.manual_seed(0)
+    x, labels = torch.randn(BATCH, LENGTH, WIDTH), torch.randint(3, (BATCH,))
+    mesh = gspmd.Mesh(stage=2)
+
+    class Logging(Model):
+        def forward(self, x, labels):
+            self.norms = []
+            x = self.embed(x)
+            for layer in self.layers:
+                x, value = layer(x)
+                self.norms.append(value.detach().norm())
+            return F.cross_entropy(self.head(x).mean(1), labels)
+
+    model = Logging([], 4)
+    expected = copy.deepcopy(model)(x, labels)
+    gspmd.pipeline_model(model, "layers", mesh, microbatches=4, schedule="1f1b")
+    found, _ = gspmd.plan(model, x, labels, mesh=mesh, grad=True).simulate(x, labels)
+    torch.testing.assert_close(found, expected.detach())
+    model = Model([], 4)
+    model.layers = nn.ModuleList(map(Setting, range(4)))
+    gspmd.pipeline_model(model, "layers", mesh, microbatches=4, schedule="1f1b")
+    with pytest.raises(gspmd.ShardingError, match="sets its attribute 'loss' to a tensor"):
+        gspmd.plan(model, x, labels, mesh=mesh, grad=True)

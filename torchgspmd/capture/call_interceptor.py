@@ -22,7 +22,13 @@ from ..layout.mark import mark_sharding, reshard
 from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
 from .cached_constants import CachedConstants
 from .functionalize import Functional, FunctionalTensor, set_data
-from .rewrites import products, sparse_coo, value_free, vmapped  # noqa: F401 (register)
+from .rewrites import (  # noqa: F401 (register)
+    new_tensors,
+    products,
+    sparse_coo,
+    value_free,
+    vmapped,
+)
 from .rewrites.chosen_loops import GATED, Gate, count_of, iterations, only_sums
 from .rewrites.inline_python import bodies
 from .rewrites.loop_trace import recording

@@ -35,6 +35,7 @@ from .draws import traced_generator
 from .functionalize import FunctionalTensor
 from .normalize import normalize
 from .rewrites.microbatches import Microbatches
+from .rewrites.new_tensors import WRITTEN, WRITTEN_ERROR
 from .state.dependencies import HookTables
 from .state.mutations import Tables
 from .state.object_trees import opened
@@ -212,6 +213,9 @@ class _Capture:
                 # A view that the caller's order allows.
                 reason = f"the trace has contiguous inputs ({text})"
                 raise Retrace(reason, state.ask_order) from error
+            if WRITTEN_ERROR in text and WRITTEN not in state.kept_sites:
+                keep = partial(state.kept_sites.add, WRITTEN)
+                raise Retrace(f"it writes into new tensors ({text})", keep) from error
             # Code for compilers may lack a case, such as LongT5's call without a mask.
             if not state.is_eager and not isinstance(raised, ShardingError):
                 reason = f"torch.compiler.is_compiling() is True in a trace ({text})"

@@ -290,6 +290,13 @@ _ROWS = (
     ),
     _Row(
         RuntimeError,
+        r"mutating directly with `\.data` under vmap",
+        "forward changes weights in a stage of a pipeline, as module.to() does",
+        "cast the weights before the pipeline is made, and leave module.to() out of forward",
+        "a stage's weight is a row of a parameter that all stages share",
+    ),
+    _Row(
+        RuntimeError,
         "mutating a non-functional tensor",
         "the program changes a tensor in place that is no argument and found under no name, such "
         "as a default",

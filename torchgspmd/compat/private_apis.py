@@ -80,8 +80,8 @@ plan torch.fx.experimental.symbolic_shapes.ShapeEnv: bound_sympy deferred_runtim
     evaluate_expr var_to_range
 - torch: _numpy | programs that compute with NumPy's arrays
 - torch._C._nn: pad_sequence | pad_sequence of sizes that depend on values
-plan torch._C._functorch: get_interpreter_stack get_unwrapped is_functorch_wrapped_tensor
-    peek_interpreter_stack
+plan torch._C._functorch: CVmapInterpreterPtr _add_batch_dim get_interpreter_stack get_unwrapped
+    is_functorch_wrapped_tensor peek_interpreter_stack
 - torch._C._functorch: maybe_get_level | manual regions
 plan torch.autograd.graph: _engine_run_backward
 - torch.autograd: _profiler_enabled | names of modules in a profile

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..capture import is_capturing
 from ..compat.private_apis import _pytree as pytree
+from ..compat.private_apis import is_functorch_wrapped_tensor
 from ..errors import ShardingError
 
 
@@ -45,11 +47,33 @@ def seen_by_hooks(block: nn.Module, inner: Sequence[object] | None) -> Iterator[
         module._forward_hooks = OrderedDict(
             (key, hook if key in others else noting(hook)) for key, hook in table.items()
         )
+    before = [(module, dict(vars(module))) for module in block.modules()]
     try:
         yield found
+        if is_capturing():
+            _check_attributes(block, before)
     finally:
         for module, table in zip(hooked, tables):
             module._forward_hooks = table
+
+
+def _check_attributes(block: nn.Module, before: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Raise ShardingError if a block has set an attribute to a stages' value; take it away."""
+    names = {id(module): name for name, module in block.named_modules()}
+    for module, old in before:
+        for key, value in [*vars(module).items()]:
+            is_new = not key.startswith("_") and old.get(key, block) is not value
+            leaves = pytree.tree_leaves(value) if is_new else ()
+            if any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in leaves):
+                vars(module).pop(key)
+                vars(module).update({key: old[key]} if key in old else {})
+                name = f"{names.get(id(module), '')}.{key}".lstrip(".")
+                raise ShardingError.here(
+                    f"a block of a stack or pipeline sets its attribute '{name}' to a tensor",
+                    why="one program computes all blocks, and a value of it has no place there",
+                    fix="return it with the block's result, x, loss = block(x): the loop may add "
+                    "such values or collect them",
+                )
 
 
 def leaves_of(seen: Sequence[Seen]) -> list[Any]:

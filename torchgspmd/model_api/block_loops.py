@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -130,8 +131,8 @@ class BlockLoop:
         if results.seen and not is_again:
             inner = call_hooks(results.seen, returned[count:])
             if inner and self.first is None:
-                self.module.inner_hooks += inner
-                raise Retrace("hooks of its blocks change values", lambda: None)
+                learn = partial(self.module.inner_hooks.extend, inner)
+                raise Retrace("hooks of its blocks change values", learn)
         returned = returned[:count]
         if number < len(self.kinds) - 1 or self.module.is_repeated:
             return pytree.tree_unflatten(returned, results.tree)

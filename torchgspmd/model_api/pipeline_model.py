@@ -22,7 +22,7 @@ from ..compat.patches import setting
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from ..layout.mesh import Mesh
-from .between_blocks import results_of_loops
+from .between_blocks import Between, results_of_loops
 from .block_loops import BlockLoop, first_loops
 from .pipeline_of_blocks import pipeline
 from .pipelined_blocks import Pipeline, at_blocks, in_model
@@ -125,12 +125,25 @@ def pipeline_model(
         is_trained = self.training and torch.is_grad_enabled() and pipe.runs_by_schedule()
         if not is_trained or at_blocks.get() is not None:
             return results_of_loops(kind.forward(self, *args, **kwargs))
-        return _Step(lambda *a, **k: kind.forward(self, *a, **k), pipe, (args, kwargs)).run()
+        result = _Step(lambda *a, **k: kind.forward(self, *a, **k), pipe, (args, kwargs)).run()
+        _forget_values(self)
+        return result
 
     # A class of its own, as torch's fully_shard does: the instance may be copied.
     names = {"forward": forward, "__module__": kind.__module__}
     model.__class__ = cast(Any, type(kind.__name__, (kind,), names))
     return model
+
+
+def _forget_values(model: nn.Module) -> None:
+    """Put None in place of values between two blocks that forward keeps in attributes."""
+    for module in model.modules():
+        for key, value in [*vars(module).items()]:
+            if not key.startswith("_"):
+                leaves, tree = pytree.tree_flatten(value)
+                if any(isinstance(x, Between) for x in leaves):
+                    kept = [None if isinstance(x, Between) else x for x in leaves]
+                    setattr(module, key, pytree.tree_unflatten(kept, tree))
 
 
 def _arguments(layers: Sequence[nn.Module]) -> list[str]:

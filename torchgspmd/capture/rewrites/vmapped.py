@@ -22,7 +22,7 @@ from ...rules.rewrites import DECLINED, rewrite
 from ..traced_values import is_vectorizing
 
 
-def _is_mapped(*values: object) -> bool:
+def is_mapped(*values: object) -> bool:
     """Return whether torch.vmap maps one of the values."""
     tensors = [x for x in values if isinstance(x, Tensor)]
     return is_vectorizing() and any(map(is_functorch_wrapped_tensor, tensors))
@@ -30,7 +30,7 @@ def _is_mapped(*values: object) -> bool:
 
 @rewrite("vmap value", torch.index_add, Tensor.index_add)
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
-    if not _is_mapped(input, index, source):
+    if not is_mapped(input, index, source):
         return DECLINED
     dim %= input.dim()
     along = (
@@ -53,7 +53,7 @@ def _scatter_in_place(
     input: Tensor, dim: int, index: Tensor, *src: Any, reduce: str | None = None, **named: Any
 ) -> Any:
     """Scatter out of place: PyTorch's vmap has a loop over positions for the change in place."""
-    if not _is_mapped(input, index, *src, *named.values()):
+    if not is_mapped(input, index, *src, *named.values()):
         return DECLINED
     options = named if reduce is None else {**named, "reduce": reduce}
     return input.copy_(input.scatter(dim, index, *src, **options))
@@ -62,7 +62,7 @@ def _scatter_in_place(
 @rewrite("vmap value", Tensor.requires_grad_)
 def _requires_grad_in_place(input: Tensor, requires_grad: bool = True) -> Any:
     """Leave a stage's value as it is: the trace around it decides which values have gradients."""
-    return input if requires_grad and _is_mapped(input) else DECLINED
+    return input if requires_grad and is_mapped(input) else DECLINED
 
 
 @rewrite("vmap value", F.embedding)
@@ -77,7 +77,7 @@ def _embedding(
 ) -> Any:
     """Look up rows of a table that each position has for itself."""
     plain = max_norm is None and not (scale_grad_by_freq or sparse)
-    if not (plain and _is_mapped(weight)):
+    if not (plain and is_mapped(weight)):
         return DECLINED
     rows = weight.index_select(0, input.reshape(-1)).view(*input.shape, weight.shape[-1])
     if padding_idx is None:
@@ -91,7 +91,7 @@ def _embedding(
 def _histc(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Count by a comparison with all bins."""
     # Equal borders mean the data's minimum and maximum.
-    if not _is_mapped(input) or min == max:
+    if not is_mapped(input) or min == max:
         return DECLINED
     x = input.reshape(-1, 1)
     # As PyTorch's kernel: the last bin has its upper border, too.
@@ -103,7 +103,7 @@ def _histc(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> An
 @rewrite("vmap value", torch.bincount, Tensor.bincount)
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
     """Raise where each position would have a length of its own."""
-    if not _is_mapped(input, weights):
+    if not is_mapped(input, weights):
         return DECLINED
     raise ShardingError.here(
         "bincount is called under torch.vmap, as in the stages of a pipeline",
