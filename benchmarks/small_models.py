@@ -51,19 +51,21 @@ def timm_model(module: str) -> Built:
     timm = importlib.import_module("timm")
     names = timm.list_models(module=module)
     name = next((n for small in SMALLEST for n in names if small in n), names[0])
-    model, fewer = None, {"num_classes": 10, "embed_dim": 32, "num_heads": 2, "depth": 2}
-    while model is None:
+    first: Exception | None = None
+    widths = {"embed_dim": 32, "num_heads": 2}, {"embed_dim": 32}, {"embed_dim": 48}, {}
+    for width, depth, classes in itertools.product(widths, ({"depth": 2}, {}), (10, 0)):
+        fewer = {**width, **depth, **({"num_classes": classes} if classes else {})}
         try:
             model = timm.create_model(name, **fewer)
-        except Exception:  # noqa: BLE001 (it has no such argument, or wants a list)
-            if not fewer:
-                raise
-            fewer.popitem()
-            fewer.pop("num_heads", None)
-    size = model.default_cfg.get("input_size", (3, 224, 224))
-    if not model.default_cfg.get("fixed_input_size") and size[-1] > 64:
-        size = (3, 64, 64)
-    return model, {"x": torch.randn(BATCH, *size)}
+            size = model.default_cfg.get("input_size", (3, 224, 224))
+            if not model.default_cfg.get("fixed_input_size") and size[-1] > 64:
+                size = (3, 64, 64)
+            x = torch.randn(BATCH, *size)
+            model.eval()(x)
+            return model, {"x": x}
+        except Exception as failed:  # noqa: BLE001 (no such argument, a list, or it does not fit)
+            first = first or failed
+    raise first or TypeError("no arguments")
 
 
 def torchvision_names() -> list[str]:
@@ -108,7 +110,7 @@ NARROWER = [  # these do not fit each other in each model
     (r"^(base_|decoder_base_|inner_|hidden_|ffn_)?(dim|size)$|^(d_model|embed_dim|width)$", 32),
     (r"(intermediate|mlp|ffn?|ff_inner).*(size|dim|width)$", 64),
     (r"^((base|model|encoder|decoder)_)?channels$|channels_base$", 32),
-    (r"^(encoder|decoder|latent)_dim$", 32),
+    (r"^(encoder|decoder|latent)_(dim|hidden_size)$", 32),
 ]
 NEEDED = [  # arguments without a default
     (r"block_out_channels", (32, 32)),
@@ -204,7 +206,14 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
     pooled = getattr(config, "pooled_projection_dim", None) or 32
     pictures = [(channels, side, side), (channels, 5, side, side), (16, channels)]
     pictures += [(5, channels, side, side), (3, 5, 32, 32), (3, 9, 64, 64), (3, 64, 64)]
-    pictures += [(channels, 1920), (1, 1920)]
+    heard_channels = getattr(config, "audio_channels", None) or channels
+    pictures += [(channels, 1920), (1, 1920), (channels, 7), (heard_channels, 4096)]
+    words_of = [
+        getattr(config, n, None) for n in ("codebook_size", "vocab_size", "prior_vocab_size")
+    ]
+    most = min((n for n in words_of if type(n) is int), default=8)
+    embedded = getattr(config, "cond_embed_dim", None) or pooled
+    conditions = getattr(config, "conditioning_channels", None) or 3
     times = torch.randint(1, 1000, (BATCH,))
     axes = (getattr(config, n, None) for n in ("axes_dims_rope", "axes_dims", "axes_dim"))
     places = next((len(a) for a in axes if isinstance(a, tuple | list)), 3)
@@ -235,15 +244,34 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
             r"num_frames": 1,
             r"height|width": 4 if len(shape) == 2 else shape[-1],
             r"guidance": torch.full((batch,), 3.5),
-            r"controlnet_cond": torch.randn(batch, 3, 8 * side, 8 * side),
+            r"controlnet_cond": picture
+            if len(shape) == 2
+            else torch.randn(batch, conditions, *shape[1:-2], 8 * side, 8 * side),
+            r"conditioning_mask": torch.ones(batch, 1, *shape[1:-2], 8 * side, 8 * side),
+            r"controls_latents|latents|control_context": picture,
+            r"condition_mask": torch.ones(batch, 1, *shape[1:]),
+            r"img_shapes": [[(1, 4, 4)]] * batch,
+            r"img_mask": torch.ones(batch, 16).bool(),
+            r"position_ids": torch.cat([0 * rows[:1].expand(7, -1), rows]),
+            r"input_ids": torch.randint(0, most, (batch, 8, 8)),
+            r"pooled_text_emb": torch.randn(batch, embedded),
+            r"micro_conds": torch.full((batch, 5), float(side)),
+            r"added_time_ids": torch.ones(batch, 3),
+            r"prior_token_id": torch.randint(0, most, (batch, (shape[-1] // 2) ** 2)),
+            r"prior_token_drop": torch.zeros(batch, (shape[-1] // 2) ** 2).bool(),
+            r"visual_rope_pos": [torch.arange(n) for n in (*([1] * 3), *shape[1:3])[-3:]],
+            r"text_rope_pos": torch.arange(7),
+            r"chunk_partition": [1] * shape[1],
             r"original_size|target_size|crop_coords": two,
-            r"(encoder_attention_|encoder_hidden_states_|text_)?mask": torch.ones(batch, 7),
+            r"(encoder_attention_|encoder_hidden_states_|text_|encoder_)?mask": torch.ones(
+                batch, 7
+            ),
             r"added_cond_kwargs": {"resolution": two, "aspect_ratio": two[:, :1]},
         }
         known = {n: v for n in names for pattern, v in made.items() if re.fullmatch(pattern, n)}
         once = {n: v for n, v in known.items() if n in needed}
         yield once
-        for more in ("timestep", "class_labels", "added_cond_kwargs"):
+        for more in ("timestep", "img_shapes", "class_labels", "added_cond_kwargs"):
             once |= {n: v for n, v in known.items() if n == more}
             yield dict(once)
         yield {n: v for n, v in known.items() if n != "guidance"}

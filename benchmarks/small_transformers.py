@@ -191,6 +191,11 @@ def complete(config) -> None:
         "head_dim": head,
         "mlp_layer_types": ["dense", *["sparse"] * layers][:layers],
         "num_experts_per_tok": 2,
+        "top_k_experts": 2,
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
         "num_key_value_heads": heads,
         "prediction_length": 8,
         "layer_types": ["full_attention"] * layers,
@@ -203,11 +208,14 @@ def complete(config) -> None:
     ):
         config.sliding_window = LENGTH // 2
     rope, ignored = values.get("rope_parameters"), ()
+    half = head // 2
     if isinstance(rope, dict) and head:
         ignored = getattr(config, "ignore_keys_at_rope_validation", None) or ()
-    if "mrope_section" in ignored and sum(rope.get("mrope_section", [0])) != head // 2:
-        third = head // 6
-        rope["mrope_section"] = [head // 2 - 2 * third, third, third]
+        half = int(head * (rope.get("partial_rotary_factor") or 1)) // 2
+    is_partial = isinstance(rope, dict) and 3 <= half < head // 2 and "mrope_section" in rope
+    if ("mrope_section" in ignored or is_partial) and sum(rope.get("mrope_section", [0])) != half:
+        third = half // 3
+        rope["mrope_section"] = [half - 2 * third, third, third]
 
 
 def sections(value: Any, by: Widths):

@@ -110,7 +110,7 @@ def cotangents_of(captured: Captured, tensors: Sequence[Tensor]) -> list[Tensor]
     if any(UNKNOWN in shape for shape in shapes.values()):
         try:
             shapes |= zip(shapes, _shapes(captured, tensors, list(shapes)))
-        except Exception as error:  # an operation needs values
+        except Exception as error:  # a rank that lacks values
             raise ShardingError.here(
                 "a result has a size that is known only when the program runs, "
                 "and so has its gradient",
@@ -137,10 +137,14 @@ def _shapes(
     graph.graph_copy(captured.graph, new)
     graph.output(tuple(new[result] for result in results))
     graph.eliminate_dead_code()
-    # The graph's constants are no fake tensors.
-    with fake_mode(allow_non_fake_inputs=True) as mode:
-        fakes = map(mode.from_tensor, tensors)
-        unused = len(captured.inputs) - len(tensors)  # cotangents
-        values = fx.Interpreter(fx.GraphModule(captured.constants, graph))
-        for value in values.run(*fakes, *[None] * unused):
-            yield tuple(value.shape)
+    unused = [None] * (len(captured.inputs) - len(tensors))  # cotangents
+    values = fx.Interpreter(fx.GraphModule(captured.constants, graph))
+    try:
+        # The graph's constants are no fake tensors.
+        with fake_mode(allow_non_fake_inputs=True) as mode:
+            results = values.run(*map(mode.from_tensor, tensors), *unused)
+            shapes = [tuple(map(int, value.shape)) for value in results]
+    except Exception:  # an operation needs values: those of a run, whose draws stay to be drawn
+        with torch.random.fork_rng(), torch.no_grad():
+            shapes = [tuple(value.shape) for value in values.run(*tensors, *unused)]
+    yield from shapes

@@ -119,9 +119,12 @@ def test_values_that_are_not_known_select_when_the_program_runs() -> None:
     module, x = Selecting(lambda m, x: x[x > 0].sum() + x[m.mask].sum()), torch.randn(6, 6)
     plan = gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _", grad=True)
     assert_same(plan.simulate(x)[0], module(x))
-    module.f = lambda m, x: x[x > 0]
-    with pytest.raises(
-        ShardingError,
-        match="a size that is known only when the program runs, and so has its gradient",
-    ):
-        gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _", grad=True).simulate(x)
+    # The rows of a result, and of its gradient, are those of the values of each run.
+    module.f = lambda m, x: (x * m.scale)[x[:, 0] > 0].square()
+    module.scale = torch.nn.Parameter(torch.randn(6))
+    plan = gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _", grad=True)
+    for values in (x, -x):
+        rows, gradients = plan.simulate(values, _poison=True)
+        want = module(values)
+        assert_same(rows, want)
+        assert_same(gradients["scale"], torch.autograd.grad(want.sum(), module.scale)[0])

@@ -1,5 +1,6 @@
 """Branches of Python on values: both sides run, as in eager PyTorch, with their gradients."""
 
+import copy
 import itertools
 
 import pytest
@@ -267,6 +268,65 @@ def test_numbers_of_a_side(sign):
     assert_same(gspmd.plan(f, x, mesh=MESH, in_specs="data _").simulate(x), want)
 
 
+class Leaving(nn.Module):
+    """A side leaves tensors in attributes and buffers: by assignments, calls and in place."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, dtype=torch.double)
+        self.up = nn.Linear(6, 6, dtype=torch.double)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.last, self.form = torch.zeros(6, dtype=torch.double), form
+
+    def forward(self, x):
+        y = self.up(x)
+        if self.form == "norm":
+            if y.sum() > 0:
+                y = self.norm(y)
+        elif self.form == "assigned":
+            if y.sum() > 0:
+                self.last = y.detach().mean(0)
+                self.count += 2
+            else:
+                self.count += 1
+        elif y.sum() > 0:
+            self.leave(y)
+            if y.amax() > 1:
+                self.leave(2 * y)
+        return y * (self.last.sum() + 1)
+
+    def leave(self, y):
+        self.last = self.last + y.detach().sum(0)
+        self.count.add_(y.shape[0])
+
+
+@pytest.mark.parametrize("form", ["norm", "assigned", "called"])
+def test_what_a_side_leaves(form):
+    torch.manual_seed(1)
+    eager = Leaving(form)
+    model = copy.deepcopy(eager)
+    gspmd.annotate(model, MESH, {"up.weight": "model _"})
+    x = torch.randn(5, 6, dtype=torch.double)
+    plan = gspmd.plan(model, x, mesh=MESH, in_specs="data _", grad=True)
+    taken = set()
+    for values in (x, -x, x.abs(), 3 * x, -x.abs()):
+        model.load_state_dict(eager.state_dict())
+        if form != "norm":
+            model.last = eager.last.clone()
+        count = int(eager.count)
+        got, grads = plan.simulate(values, _poison=True)
+        want = eager(values)
+        assert_same(got, want, terms=1 << 10)
+        want.sum().backward()
+        assert_same(grads["up.weight"], eager.up.weight.grad, terms=1 << 10)
+        eager.zero_grad()
+        assert_same(model.last, eager.last, terms=1 << 10)
+        for (name, buffer), exact in zip(model.named_buffers(), eager.buffers()):
+            assert_same(buffer, exact, name, terms=1 << 10)
+        taken.add(int(eager.count) - count + int(eager.norm.num_batches_tracked) % 2)
+    assert len(taken) > 1
+
+
 seen = []
 
 
@@ -304,19 +364,28 @@ def of_two_shapes(x):
     return y * 2
 
 
-class Norm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
+def of_an_object(x):
+    box = Box()
+    if x.sum() > 0:
+        box.value = x
+    return x
 
+
+class Numbered(nn.Module):
     def forward(self, x):
         if x.sum() > 0:
-            x = self.norm(x)
+            self.seen = 1
         return x
+
+    seen = 0
+
+
+class Box:
+    value = None
 
 
 @pytest.mark.parametrize(
-    "program", [in_place, in_a_table, Norm(), appending, caught, of_two_shapes]
+    "program", [in_place, in_a_table, of_an_object, Numbered(), appending, caught, of_two_shapes]
 )
 def test_effects_and_other_shapes_are_errors(program):
     text = message(lambda: gspmd.plan(program, torch.randn(4, 6), mesh=MESH))

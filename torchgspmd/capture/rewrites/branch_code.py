@@ -158,6 +158,8 @@ class _Lowering:
         for function, side in zip(functions, sides):
             assert isinstance(function, ast.FunctionDef)
             copies = "".join(f"{n} = {HELPERS}['copied']({n})\n" for n in sorted(changed))
+            if owners := _owners(side, assigned | changed):
+                copies += f"{HELPERS}['owned']({', '.join(sorted(owners))})\n"
             function.body[:0] = [_Supers(self.first).visit(each) for each in side]
             function.body[:0] = _statements(copies, s)
         left = f"({values}) = " if names else ""
@@ -318,12 +320,19 @@ def _changed(body: Sequence[ast.stmt]) -> set[str]:
     return {t.id for t in targets if isinstance(t, ast.Name)}
 
 
+def _owners(body: Sequence[ast.stmt], own: set[str]) -> set[str]:
+    """Return the names of objects whose attributes statements assign. own: names of the sides."""
+    nodes = (n for n in _walk(body) if isinstance(n, ast.Attribute))
+    objects = [n.value for n in nodes if not isinstance(n.ctx, ast.Load)]
+    if not all(isinstance(each, ast.Name) and each.id not in own for each in objects):
+        raise _Refused
+    return {each.id for each in objects if isinstance(each, ast.Name)}
+
+
 def _check_pure(body: Sequence[ast.stmt], own: set[str]) -> None:
     """Raise _Refused if a side does more than compute and assign names. own: these names."""
     for node in _walk(body):
         if isinstance(node, _REFUSED) or isinstance(node, ast.Return):
-            raise _Refused
-        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             raise _Refused
         changed = node.value if isinstance(node, ast.Subscript) else None
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
