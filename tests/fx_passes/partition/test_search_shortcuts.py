@@ -1,5 +1,6 @@
 """What the search leaves out changes no plan: strategies above a bound, and some visits."""
 
+import gc
 import random
 
 import pytest
@@ -11,6 +12,7 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh, Plan
 from torchgspmd.fx_passes.partition.assignment import Assignment
 from torchgspmd.fx_passes.partition.cost_model import CostModel
+from torchgspmd.fx_passes.partition.search_memory import SearchMemory
 
 MESHES = (Mesh(data=2, model=2), Mesh(data=2, model=3), Mesh(a=2, b=2, c=2))
 
@@ -130,3 +132,16 @@ def test_traffic_in_memory_is_that_of_the_layouts(
 
     monkeypatch.setattr(CostModel, "traffic", checked)
     assert planned(seed).sent_bytes
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_search_leaves_no_cache_to_the_collector(seed: int) -> None:
+    """The collector would scan all objects of the process, in the planning of some model."""
+    gc.collect()
+    gc.disable()
+    try:
+        plan = planned(seed)
+        left = [each for each in gc.get_objects() if isinstance(each, SearchMemory)]
+    finally:
+        gc.enable()
+    assert plan.counts["solver_sweeps"] and not left
