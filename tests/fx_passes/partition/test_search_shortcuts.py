@@ -1,5 +1,6 @@
 """What the search leaves out changes no plan: strategies above a bound, and some visits."""
 
+import gc
 import random
 
 import pytest
@@ -11,6 +12,7 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh, Plan
 from torchgspmd.fx_passes.partition.assignment import Assignment
 from torchgspmd.fx_passes.partition.cost_model import CostModel
+from torchgspmd.fx_passes.partition.search_memory import SearchMemory
 
 MESHES = (Mesh(data=2, model=2), Mesh(data=2, model=3), Mesh(a=2, b=2, c=2))
 
@@ -130,3 +132,53 @@ def test_traffic_in_memory_is_that_of_the_layouts(
 
     monkeypatch.setattr(CostModel, "traffic", checked)
     assert planned(seed).sent_bytes
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_search_leaves_no_cache_to_the_collector(seed: int) -> None:
+    """The collector would scan all objects of the process, in the planning of some model."""
+    gc.collect()
+    gc.disable()
+    try:
+        plan = planned(seed)
+        left = [each for each in gc.get_objects() if isinstance(each, SearchMemory)]
+    finally:
+        gc.enable()
+    assert plan.counts["solver_sweeps"] and not left
+
+
+class Convolutions(nn.Module):
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        pads = (draw.choice((0, 1, 2)) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Conv1d(4, 4, draw.choice((2, 3)), 1, pad) for pad in pads)
+        self.moves = draw.choice((torch.neg, lambda x: x.flip(2), lambda x: F.pad(x, (1, 2))))
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, 4, w]
+        for layer in self.layers:
+            x = self.moves(layer(x))
+        return F.max_pool1d(x, 2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_bound_for_windows_is_below_their_price(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where operands' windows cost less than those of the value."""
+    move_cost, windows = CostModel.move_cost, 0
+
+    def checked(self, value, have, need):
+        nonlocal windows
+        cost = move_cost(self, value, have, need)
+        bound = self._move_bound(value, have, need)
+        assert bound <= cost
+        windows += bool(need.windows and bound)
+        return cost
+
+    monkeypatch.setattr(CostModel, "move_cost", checked)
+    draw = random.Random(seed)
+    mesh = draw.choice(MESHES)
+    spec = ["_", draw.choice(("_", mesh.names[0])), mesh.names[1]]
+    x = torch.empty(4, 4, 24)
+    gspmd.plan(Convolutions(draw), x, mesh=mesh, in_specs=(" ".join(spec),), grad=True)
+    assert windows

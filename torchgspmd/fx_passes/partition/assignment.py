@@ -88,7 +88,8 @@ class Assignment:
         self.sizes: dict[fx.Node, tuple[tuple[int, ...], int]] = {  # shape, bytes of an element
             v: (planned_shape(v), v.meta["val"].element_size()) for v in values(graph.nodes)
         }
-        self.kinds = {v: interner.kind(size, runs(v)) for v, size in self.sizes.items()}
+        passed = self._passes_windows
+        self.kinds = {v: interner.kind(n, runs(v), passed(v)) for v, n in self.sizes.items()}
         # operations whose neighborhood changed; a dict, so that a trial can log it
         self.worklist: dict[fx.Node, None] = dict.fromkeys(self.ops)
         # value -> operations that produce or use it
@@ -112,6 +113,12 @@ class Assignment:
         for node in self.open_inputs:
             layout_of[node] = layout_of[node].map_axes(self.mesh.whole)
         return layout_of
+
+    def _passes_windows(self, value: fx.Node) -> bool:
+        """Return whether a value's windows may be computed from its operands' windows."""
+        users = (self.ops[user] for user in value.users if user in self.ops)
+        moves = value in self.producers and self.producers[value].rule.moves
+        return moves and any(bool(op.rule.halo) for op in users)
 
     def in_order(self, ops: Iterable[Op]) -> list[Op]:
         return sorted(ops, key=lambda op: self.order[op.node])
@@ -329,12 +336,11 @@ class Assignment:
                     layouts[spec] = None
             view = views[op.node] = self.interner.operand_layouts(tuple(layouts), 1, ())
         if op.rule.joins:
+            layouts_around = map(self.layout_of.__getitem__, op.operands)
             near = {
                 axis
-                for spec in (
-                    *(self.layout_of[v] for v in op.operands),
-                    *self.required_layouts(op.results[0], False),
-                )
+                for spec in (*layouts_around, *self.required_layouts(op.results[0], False))
+                if spec.pending
                 for axis in spec.pending
             }
             if near and (

@@ -138,19 +138,23 @@ class CostModel:
         if first is None:
             return None
         best, least = first, self.cost(op, first, neighborhood)
-        parts, bounded = self._bounded_parts(op, neighborhood), []
+        parts, bounded, bonus = self._bounded_parts(op, neighborhood), [], self.pending_bonus
         for i, strategy in enumerate(strategies):
             if strategy is first:
                 continue
-            bound = strategy.work - self.pending_bonus * strategy.pending
+            bound = strategy.work - bonus * strategy.pending
             # Rounded down, so that a sum in another order is never above the true cost.
             bound -= ROUNDING * abs(bound)
-            for at, bounds, sharers, value, layouts in parts:
-                if bound >= least:
-                    break
-                if (part := bounds.get(layout := strategy.layouts[at])) is None:
-                    part = bounds[layout] = self._part_bound(value, layouts, layout)
-                bound += part / sharers
+            if bound >= least:
+                continue
+            of_layouts = strategy.layouts
+            for at, bounds, sharers, value, around in parts:
+                if (part := bounds.get(layout := of_layouts[at])) is None:
+                    part = bounds[layout] = self._part_bound(value, around, layout)
+                if part:
+                    bound += part / sharers
+                    if bound >= least:
+                        break
             if bound < least:
                 bounded.append((bound, i, strategy))
         bounded.sort(key=itemgetter(0, 1))
@@ -212,9 +216,14 @@ class CostModel:
         self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec
     ) -> float:
         """Return a lower bound for the cheapest move from one of the layouts."""
-        size, at_least = self.assignment.sizes[value], self.resharder.at_least
-        bound = runs(value) * min(at_least(*size, layout, need) for layout in layouts)
+        bound = min([self._move_bound(value, layout, need) for layout in layouts])
         return bound - _rounding(bound)
+
+    def _move_bound(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
+        """Return a lower bound for `move_cost`: windows may be computed from operands for less."""
+        if need.windows and self.operand_windows(value, need) is not None:
+            return 0.0
+        return runs(value) * self.resharder.at_least(*self.assignment.sizes[value], have, need)
 
     def _arrival_cost(
         self, value: fx.Node, have: OperandLayouts, need: ShardSpec, limit: float
@@ -257,14 +266,10 @@ class CostModel:
         self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec, limit: float
     ) -> float:
         """Return the cost for the cheapest move from one of the layouts. limit: see `cost`."""
-        least, size = math.inf, self.assignment.sizes[value]
+        least = math.inf
+        bounds = [self._move_bound(value, layout, need) for layout in layouts]
         if len(layouts) == 1:
-            return (
-                self.move_cost(value, layouts[0], need)
-                if runs(value) * self.resharder.at_least(*size, layouts[0], need) < limit
-                else math.inf
-            )
-        bounds = [runs(value) * self.resharder.at_least(*size, layout, need) for layout in layouts]
+            return self.move_cost(value, layouts[0], need) if bounds[0] < limit else least
         # By their bounds: the first true costs are likely the least, and end the loop early.
         for bound, layout in sorted(zip(bounds, layouts), key=lambda pair: pair[0]):
             if bound < min(least, limit):

@@ -131,6 +131,8 @@ class Solver:
             self._search_by_bytes()
             self.search.try_moves("program")
         self.search.try_moves("last")
+        # A move has its search, whose caches would be garbage that only the collector finds.
+        self.search.moves.clear()
         return self.costs
 
     def _search_by_bytes(self) -> None:

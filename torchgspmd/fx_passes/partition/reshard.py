@@ -19,7 +19,7 @@ from ...comm.kinds.halo import halo_step, halos_step
 from ...comm.kinds.local_steps import shard_step
 from ...layout.mesh import Mesh
 from ...layout.open_sizes import is_whole, nests
-from ...shard_spec import Axes, ShardSpec
+from ...shard_spec import ShardSpec
 from .cost_constants import CostConstants, SearchCounts, no_counts
 from .reshard_pattern import Pattern, PatternSolution, instance, solve
 from .reshard_search import at_least, on_average, step_cost
@@ -106,6 +106,7 @@ class Resharder:
         self.mesh, self.constants = mesh, constants or CostConstants()
         self.counts = no_counts() if counts is None else counts
         self.paths: dict[ReshardKey, Path] = {}
+        self.halos: dict[ReshardKey, Path] = {}  # from the layout before them
         self.costs: dict[ReshardKey, float] = {}
         self.bounds: dict[ReshardKey, float] = {}
         # What moves a value from its layout to several, or from several to one, by the value's kind
@@ -141,9 +142,8 @@ class Resharder:
             return math.inf
         if before.pending and after.pending and before.reduction != after.reduction:
             return math.inf
-        # These end with steps that the pattern search does not know: halos, and new terms.
-        if after.windows or not {*after.pending} <= {*before.pending}:
-            return self._solve(shape, itemsize, before, after)[0]
+        if (end := self._end(shape, itemsize, before, after)) is not None:
+            return self.cost(shape, itemsize, before, end[0]) + end[1]
         # Slicing sends nothing: the frequent case needs no search, and has no fee.
         if self._slices(shape, before, after) is not None:
             return 0.0
@@ -156,12 +156,10 @@ class Resharder:
         """Return a lower bound for the cost, without a search."""
         key = (shape, itemsize, before, after)
         if (bound := self.bounds.get(key)) is None:
-            has_no_bound = (
-                before == after
-                or before.windows
-                or after.windows
-                or not set(after.pending) <= set(before.pending)
-            )
+            if not before.windows and (end := self._end(shape, itemsize, before, after)):
+                bound = self.bounds[key] = self.at_least(shape, itemsize, before, end[0]) + end[1]
+                return bound
+            has_no_bound = before == after or before.windows
             # Uneven shards have a bound of their own: the elements that a device lacks on average.
             uneven = before.pending == after.pending and any(
                 n % self.mesh.count(axes)
@@ -190,12 +188,10 @@ class Resharder:
     ) -> Path:
         """Return the cheapest path, cached."""
         key = (shape, itemsize, before, after)
-        if key not in self.paths and after.windows:
-            self.paths[key] = self._path_to_windows(shape, itemsize, before, after)
-        elif key not in self.paths and (
-            new := tuple(a for a in after.pending if a not in before.pending)
-        ):
-            self.paths[key] = self._path_to_terms(shape, itemsize, before, after, new)
+        if key not in self.paths and (end := self._end(*key)) is not None:
+            start, cost, last = end
+            steps = *self.steps(shape, itemsize, before, start), *last
+            self.paths[key] = self.cost(shape, itemsize, before, start) + cost, steps
         elif key not in self.paths:
             steps = self._slices(shape, before, after)
             if steps is None:
@@ -216,27 +212,25 @@ class Resharder:
             solution.add_to(self.counts)
         return solution
 
-    def _path_to_windows(
+    def _end(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
-    ) -> Path:
-        """Return a path that ends with a halo exchange in each dimension with windows."""
-        start = start_of_halos(before, after)
-        cost, last = halo_steps(self.mesh, shape, itemsize, start, after, self.constants)
-        return self.cost(shape, itemsize, before, start) + cost, (
-            *self.steps(shape, itemsize, before, start),
-            *last,
-        )
+    ) -> tuple[ShardSpec, float, tuple[Step, ...]] | None:
+        """Return the steps that the pattern search does not know, with their cost and their start.
 
-    def _path_to_terms(
-        self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec, new: Axes
-    ) -> Path:
-        """Return a path that ends with a value as the only term in a sum over the `new` axes."""
+        These are a halo exchange in each dimension with windows, or else a value that becomes the
+        only term in a sum. None if there are none.
+        """
+        if after.windows:
+            start = start_of_halos(before, after)
+            key = (shape, itemsize, start, after)
+            if key not in self.halos:
+                self.halos[key] = halo_steps(self.mesh, *key, self.constants)
+            return start, *self.halos[key]
+        if not (new := tuple(a for a in after.pending if a not in before.pending)):
+            return None
         whole = after.with_pending(tuple(a for a in after.pending if a not in new))
         last = Step(term, ("+".join(new),), after, new)
-        return self.cost(shape, itemsize, before, whole) + step_cost(last, self.constants), (
-            *self.steps(shape, itemsize, before, whole),
-            last,
-        )
+        return whole, step_cost(last, self.constants), (last,)
 
     def _slices(
         self, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec

@@ -159,18 +159,12 @@ def instance(
         for n, b, a in zip(shape, before.dims, after.dims)
     )
     total = count(used) if even else mesh.size
-    pieces = _joined(used, before, after) if even else []
+    pieces = _joined(used, before, after) if even else ()
     if not even or reduces and not _has_room(mesh, shape, before, after, pieces):
         unused = () if even else tuple(a for a in mesh.names if a not in used and count((a,)) > 1)
-        pieces = [(axis,) for axis in (*used, *unused)]
-    named = {f"p{i}": axes for i, axes in enumerate(pieces)}
-    piece_of = {axis: name for name, axes in named.items() for axis in axes}
-
-    def rename(axes: Axes) -> Axes:
-        """Return the pieces that some axes form."""
-        return tuple(dict.fromkeys(map(piece_of.__getitem__, axes)))
-
-    old, new, sizes = before.map_axes(rename), after.map_axes(rename), tuple(map(count, pieces))
+        pieces = tuple((axis,) for axis in (*used, *unused))
+    named, old, new = _named(pieces, before, after)
+    sizes = tuple(map(count, pieces))
     rest = named, mesh, shape, itemsize, before.pending
     bytes_of_shard = itemsize * math.prod(shape) // max(total, 1)
     if even and not reduces and bytes_of_shard >= MIN_UNIT:
@@ -225,7 +219,26 @@ def _fits(counts: tuple[int, ...], rows: tuple[int, ...]) -> bool:
     )
 
 
-def _joined(used: Axes, before: ShardSpec, after: ShardSpec) -> list[Axes]:
+# Values of many shapes share two layouts: their pieces and names follow from these alone.
+
+
+@lru_cache(maxsize=MAX_PATTERNS)
+def _named(
+    pieces: tuple[Axes, ...], before: ShardSpec, after: ShardSpec
+) -> tuple[dict[str, Axes], ShardSpec, ShardSpec]:
+    """Return the pieces by their names, and both layouts with these names."""
+    named = {f"p{i}": axes for i, axes in enumerate(pieces)}
+    piece_of = {axis: name for name, axes in named.items() for axis in axes}
+
+    def rename(axes: Axes) -> Axes:
+        """Return the pieces that some axes form."""
+        return tuple(dict.fromkeys(map(piece_of.__getitem__, axes)))
+
+    return named, before.map_axes(rename), after.map_axes(rename)
+
+
+@lru_cache(maxsize=MAX_PATTERNS)
+def _joined(used: Axes, before: ShardSpec, after: ShardSpec) -> tuple[Axes, ...]:
     """Return the axes in pieces: those that follow on each other in both layouts are one."""
     old, new = _places(before), _places(after)
     pieces: dict[str, list[str]] = {}  # by the last axis
@@ -240,7 +253,7 @@ def _joined(used: Axes, before: ShardSpec, after: ShardSpec) -> list[Axes]:
         )
         pieces[axis] = [axis] if last is None else [*pieces.pop(last), axis]
     order = {axis: i for i, axis in enumerate(used)}
-    return sorted((tuple(piece) for piece in pieces.values()), key=lambda p: order[p[0]])
+    return tuple(sorted(map(tuple, pieces.values()), key=lambda p: order[p[0]]))
 
 
 def _places(spec: ShardSpec) -> dict[str, tuple[int, int]]:

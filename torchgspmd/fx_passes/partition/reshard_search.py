@@ -15,6 +15,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 from ...comm.box_exchange import lacking
 from ...comm.kinds import SEARCHED, CollectiveKind, Step, all_reduce
@@ -250,15 +251,22 @@ def least_bytes(
     """
     if before.pending == after.pending:
         return lacking(mesh, shape, before, after) * itemsize
+    sent, shards = _least_reduced(mesh, before, after)
+    return sent * math.prod(shape) * itemsize / shards
+
+
+@lru_cache(maxsize=2**16)
+def _least_reduced(mesh: Mesh, before: ShardSpec, after: ShardSpec) -> tuple[float, int]:
+    """Return the finest shards that any reduction between two layouts sends, and their count."""
     reduced = tuple(a for a in before.pending if a not in after.pending)
-    terms, finest = mesh.count(reduced), _finest(mesh, before, after, reduced)
-    sent = terms - 1 + mesh.count(finest) / mesh.count(after.sharding_axes)  # finest shards
+    terms, shards = mesh.count(reduced), mesh.count(_finest(mesh, before, after, reduced))
+    sent = terms - 1 + shards / mesh.count(after.sharding_axes)
     if all(b == a[: len(b)] or a == b[: len(a)] for b, a in zip(before.dims, after.dims)):
         moved = {x for x in after.sharding_axes if x in before.sharding_axes}
         for b, a in zip(before.dims, after.dims):
             moved.difference_update(b[: len(a)])
         sent -= 1 / mesh.count(moved)
-    return sent * math.prod(shape) * itemsize / mesh.count(finest)
+    return sent, shards
 
 
 def _finest(mesh: Mesh, before: ShardSpec, after: ShardSpec, reduced: Axes) -> Axes:
@@ -271,6 +279,7 @@ def _finest(mesh: Mesh, before: ShardSpec, after: ShardSpec, reduced: Axes) -> A
     )
 
 
+@lru_cache(maxsize=2**16)
 def shrinks(before: ShardSpec, after: ShardSpec) -> int:
     """Return how many dimensions have to lose axes on any path."""
     return sum(b != a[: len(b)] for b, a in zip(before.dims, after.dims))
