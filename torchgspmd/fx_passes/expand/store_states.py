@@ -29,7 +29,7 @@ from .undivided import work_of
 
 def store_states(p: Program) -> fx.Graph | None:
     """Require layouts in parts for states; None if there are none to store so."""
-    if not p.request.states or not (wanted := _wanted(p)):
+    if not (wanted := _wanted(p)):
         return None
     rows = list(zip(p.placeholders, p.captured.inputs, p.inputs))
     axes = "+".join(dict.fromkeys(a for _, spec in wanted.values() for a in spec))
