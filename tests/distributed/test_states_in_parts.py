@@ -44,13 +44,13 @@ def optimizers_of(model):
     return [Muon(matrices, lr=0.05), torch.optim.AdamW(others, 1e-2, foreach=False)]
 
 
-def step_on(mesh, marks=None):
+def step_on(mesh, marks=None, **options):
     model = Net()
     if marks:
         gspmd.annotate(model, mesh, marks)
     optimizers = optimizers_of(model)
     step = gspmd.train_step(model, optimizers, clip=0.5)
-    return gspmd.parallelize(step, mesh, in_specs="data _"), optimizers
+    return gspmd.parallelize(step, mesh, in_specs="data _", **options), optimizers
 
 
 def losses_on_one_device(batches):
@@ -89,6 +89,19 @@ def check(step, optimizers, model, states):
     for got, wanted in zip(optimizers[0].state.values(), states):
         for key, want in wanted.items():
             torch.testing.assert_close(whole(got[key]), want, rtol=1e-5, atol=1e-5, msg=key)
+
+
+@distributed("data=2")
+def test_a_plan_says_how_states_are_stored(mesh):
+    x = torch.randn(512, 41, dtype=DTYPE)
+    model = Net()
+    step = gspmd.train_step(model, optimizers_of(model), clip=0.5)
+    plan = gspmd.plan(step, x, mesh=mesh, in_specs="data _")
+    step = gspmd.parallelize(step, mesh, in_specs="data _", plan=plan)
+    assert in_parts(step) == {n for n, _ in step.named_buffers() if n.startswith("momentum.")}
+    whole_states, _ = step_on(mesh, shard_updates=False)
+    torch.testing.assert_close(step(x), whole_states(x), rtol=1e-9, atol=1e-9)
+    assert not in_parts(whole_states)
 
 
 MARKS = {"square.*.weight": "_ model"}

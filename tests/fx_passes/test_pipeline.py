@@ -31,6 +31,7 @@ PLANNED = [p.name for step in PIPELINE[:3] for p in getattr(step, "passes", (ste
 LOWERED = [p.name for p in PIPELINE[3:]]
 # not for every program
 ELSEWHERE = {
+    "store_states",
     "reduce_dtype",
     "draw_natively",
     "hierarchical_sums",
@@ -88,6 +89,7 @@ def test_each_pass_begins_at_the_stage_where_the_one_before_it_ends(
             hardware=None,
             hosts=0,
             has_budget=True,
+            states=frozenset({"momentum"}),
         ),
     )
     stage = CAPTURED

@@ -123,6 +123,14 @@ def test_a_wrong_choice_lists_them(row):
     assert all(repr(choice) in text for choice in row.choices)
 
 
+def test_an_axis_that_divides_updates_is_for_parallelize():
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    text = refused(lambda: gspmd.plan(model, x, mesh=MESH, shard_updates="model"))
+    assert "a plan changes no model" in text and "pass it to parallelize" in text
+    text = refused(lambda: gspmd.parallelize(model, MESH, shard_updates=True))
+    assert 'name an axis, such as "data"' in text
+
+
 def test_unmarked_weights_are_stored_as_parallelize_stores_them():
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
     gspmd.mark_sharding(model[0].weight, MESH, "model _")

@@ -95,6 +95,7 @@ PIPELINE: tuple[Step, ...] = (
                 "store_states",
                 store_states,
                 ANNOTATED,
+                when=lambda p: bool(p.request.states),
                 again=("propagate",),
                 before=("batch_lanes",),
                 because="lanes are exchanged between the layouts in which their states are stored",

@@ -78,6 +78,8 @@ def mark_as_planned(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
             fix="plan for this mesh",
         )
     tensors = dict(named_tensors(model))
+    # Before a weight is marked: its states have its mark.
+    marked = {name for name, tensor in tensors.items() if mark_on(tensor, mesh) is not None}
     for each, spec in zip(plan.captured.inputs, plan.input_layouts):
         if each.kind not in (PARAMETER, BUFFER):
             continue
@@ -89,7 +91,7 @@ def mark_as_planned(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
                 f"{found}",
                 fix="give a plan of this model: torchgspmd.plan(model, *args, mesh=mesh)",
             )
-        if mark_on(tensor, mesh) is None:
+        if each.name not in marked:
             mark_sharding(tensor, mesh, spec)
 
 

@@ -130,6 +130,42 @@ def test_drawn_steps(seed):
     compare_steps(make, model, mesh, draw.choice(marks), x, clip=clip)
 
 
+@pytest.mark.parametrize("count, mesh, marks", [(8, DATA, None), (5, GRID, "_ model")])
+def test_states_in_parts_give_the_numbers_of_one_device(count, mesh, marks, tmp_path):
+    """Uneven rows, two groups, AdamW for the rest; the plan is as it was after it was saved."""
+
+    def optimizers_of(model):
+        kind = type("Kind", (Cubic,), {"narrow": torch.float32})
+        matrices, gains = [*model.weights], [model.gain]
+        groups = [{"params": matrices[:2], "lr": 0.01}, {"params": matrices[2:]}]
+        return [kind(groups), torch.optim.AdamW(gains, foreach=False)]
+
+    model = Layers(count, 18, 18)
+    model.gain = nn.Parameter(torch.ones(18, dtype=DTYPE))
+    model.forward = lambda x: Layers.forward(model, x * model.gain)
+    reference, x = copy.deepcopy(model), torch.randn(300, 18, dtype=DTYPE)
+    reference.forward = lambda x: Layers.forward(reference, x * reference.gain)
+    others = optimizers_of(reference)
+    if marks:
+        gspmd.annotate(model, mesh, {"weights.*": marks})
+    step = gspmd.train_step(model, optimizers_of(model), clip=0.1)
+    plan = gspmd.plan(step, x, mesh=mesh, in_specs="data _", advanced={"unmarked": "replicated"})
+    assert "stored in parts over data" in plan.summary()
+    plan.save(tmp_path / "plan")
+    assert gspmd.Plan.load(tmp_path / "plan").sent_bytes == plan.sent_bytes
+    for _ in range(2):
+        loss = plan.simulate(x, _poison=True)
+        want = reference(x)
+        want.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        for other in others:
+            other.step()
+            other.zero_grad()
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-8, atol=1e-8)
+    for got, wanted in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-7)
+
+
 def test_a_norm_of_all_gradients_is_shared_by_lanes():
     x = torch.randn(24, 12, dtype=DTYPE)
     assert stacks(compare_steps(NewtonSchulz, Layers(5, 12, 12), DATA, "data _", x, clip=0.1))

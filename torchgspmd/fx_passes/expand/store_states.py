@@ -15,6 +15,7 @@ is taken (compiler/api.py). Weights stay as they are.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import fx
 
@@ -29,7 +30,7 @@ from .undivided import work_of
 
 def store_states(p: Program) -> fx.Graph | None:
     """Require layouts in parts for states; None if there are none to store so."""
-    if not p.request.states or not (wanted := _wanted(p)):
+    if not (wanted := _wanted(p)):
         return None
     rows = list(zip(p.placeholders, p.captured.inputs, p.inputs))
     axes = "+".join(dict.fromkeys(a for _, spec in wanted.values() for a in spec))
@@ -89,7 +90,7 @@ def _of_matrices(p: Program, states: Collection[fx.Node]) -> set[fx.Node]:
     for op in reversed(work.ops if core else []):
         if op.node in before or not before.isdisjoint(v for v in op.results if v is not None):
             before.update((op.node, *op.node.all_input_nodes))
-    returned = p.graph.output_node().args[0]
+    returned: Any = p.graph.output_node().args[0]
     written = {
         p.placeholders[out.input]
         for value, out in zip(returned, p.captured.outputs)
