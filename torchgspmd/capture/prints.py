@@ -140,10 +140,13 @@ class Prints:
 
     def _add(self, what: str, how: list, flag: Tensor | None, pieces: list) -> None:
         """Add a row; raise ShardingError within a loop's body or a transform."""
-        mode = get_proxy_mode()
         if self.is_silent:
             return
-        if mode is None or mode.tracer is not self.tracer or is_transforming():
+        if (
+            (mode := get_proxy_mode()) is None
+            or mode.tracer is not self.tracer
+            or is_transforming()
+        ):
             raise ShardingError.here(
                 f"{what} in the body of a transform has a value of each of its iterations",
                 why="a loop, a pipeline and torch.vmap trace their body once for all of them",
@@ -153,8 +156,7 @@ class Prints:
 
     def _pieces(self, text: str) -> list[Any]:
         """Return the parts of a text: a value and its format for each stand-in."""
-        # split() alternates between texts and the numbers of stand-ins.
-        pieces: list[Any] = _STAND_IN.split(text)
+        pieces: list[Any] = _STAND_IN.split(text)  # texts and numbers of stand-ins, in turn
         for i in range(1, len(pieces), 2):
             number = int(pieces[i])
             self.used.add(number)
@@ -191,8 +193,7 @@ class Raised:
     def raise_(self, args: Iterable[Any]) -> NoReturn:
         """Raise it; args: its arguments, texts as their pieces."""
         texts = ["".join(map(_text, a)) if isinstance(a, list) else _whole(a) for a in args]
-        # Past its constructor, which may take others than an exception's `args`.
-        error = self.kind.__new__(self.kind, *texts)
+        error = self.kind.__new__(self.kind, *texts)  # its constructor may take others than `args`
         error.args = (*texts,)
         raise error from ShardingError(
             "the program raises this when its forward has ended", where=self.where
