@@ -193,11 +193,9 @@ class Raised:
     def raise_(self, args: Iterable[Any]) -> NoReturn:
         """Raise it; args: its arguments, texts as their pieces."""
         texts = ["".join(map(_text, a)) if isinstance(a, list) else _whole(a) for a in args]
-        error = self.kind.__new__(self.kind, *texts)  # its constructor may take others than `args`
-        error.args = (*texts,)
-        raise error from ShardingError(
-            "the program raises this when its forward has ended", where=self.where
-        )
+        error = self.kind.__new__(self.kind, *texts)  # a constructor takes others
+        error.args = tuple(texts)
+        raise error from ShardingError("the program raises this behind its forward", self.where)
 
 
 class Side:
@@ -206,8 +204,7 @@ class Side:
     @staticmethod
     def of(flag: Tensor | None) -> AbstractContextManager:
         """Return the context for a side, as `Prints.on_side`."""
-        prints = _now.get()
-        return nullcontext() if prints is None else prints.on_side(flag)
+        return nullcontext() if (prints := _now.get()) is None else prints.on_side(flag)
 
     @staticmethod
     def refuse(flag: Tensor, error: Exception) -> None:
@@ -242,10 +239,6 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _is_of_a_run(number: Any) -> bool:
-    return isinstance(number, _NUMBERS) and not number.node.has_hint()
-
-
 def _print(before: Callable[..., None]) -> Callable[..., None]:
     def print_(*values: Any, sep: Any = " ", end: Any = "\n", **options: Any) -> None:
         prints = _now.get()
@@ -274,7 +267,12 @@ def _log(before: Callable[..., None]) -> Callable[..., None]:
 def _format(before: Callable[..., str]) -> Callable[..., str]:
     def format_(self: object, spec: str) -> str:
         prints = _now.get()
-        if prints is None or not (spec or isinstance(self, Tensor) or _is_of_a_run(self)):
+        if prints is None or not (
+            spec
+            or isinstance(self, Tensor)
+            or isinstance(self, _NUMBERS)
+            and not self.node.has_hint()
+        ):
             return before(self, spec)
         # The number of a loop's iteration, which names a module.
         if isinstance(self, Tensor) and not self.dim() and EMPTY_IS_NOTHING.get() is not None:
