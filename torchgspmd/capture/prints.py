@@ -64,11 +64,9 @@ class Printer(list):
             if kind == "raise":
                 option.raise_(pieces)
             text = "".join(map(_text, pieces))
-            if is_silent:
-                continue
-            if kind == "print":
+            if kind == "print" and not is_silent:
                 sys.stdout.write(text)
-            else:
+            elif not is_silent:
                 logging.getLogger(kind).log(option, "%s", text)
 
 
@@ -195,7 +193,7 @@ class Raised:
         texts = ["".join(map(_text, a)) if isinstance(a, list) else _whole(a) for a in args]
         error = self.kind.__new__(self.kind, *texts)  # a constructor takes others
         error.args = tuple(texts)
-        raise error from ShardingError("the program raises this behind its forward", self.where)
+        raise error from ShardingError("the program raises this behind forward", where=self.where)
 
 
 class Side:
