@@ -64,11 +64,9 @@ class Printer(list):
             if kind == "raise":
                 option.raise_(pieces)
             text = "".join(map(_text, pieces))
-            if is_silent:
-                continue
-            if kind == "print":
+            if kind == "print" and not is_silent:
                 sys.stdout.write(text)
-            else:
+            elif not is_silent:
                 logging.getLogger(kind).log(option, "%s", text)
 
 
@@ -140,10 +138,13 @@ class Prints:
 
     def _add(self, what: str, how: list, flag: Tensor | None, pieces: list) -> None:
         """Add a row; raise ShardingError within a loop's body or a transform."""
-        mode = get_proxy_mode()
         if self.is_silent:
             return
-        if mode is None or mode.tracer is not self.tracer or is_transforming():
+        if (
+            (mode := get_proxy_mode()) is None
+            or mode.tracer is not self.tracer
+            or is_transforming()
+        ):
             raise ShardingError.here(
                 f"{what} in the body of a transform has a value of each of its iterations",
                 why="a loop, a pipeline and torch.vmap trace their body once for all of them",
@@ -153,8 +154,7 @@ class Prints:
 
     def _pieces(self, text: str) -> list[Any]:
         """Return the parts of a text: a value and its format for each stand-in."""
-        # split() alternates between texts and the numbers of stand-ins.
-        pieces: list[Any] = _STAND_IN.split(text)
+        pieces: list[Any] = _STAND_IN.split(text)  # texts and numbers of stand-ins, in turn
         for i in range(1, len(pieces), 2):
             number = int(pieces[i])
             self.used.add(number)
@@ -191,12 +191,9 @@ class Raised:
     def raise_(self, args: Iterable[Any]) -> NoReturn:
         """Raise it; args: its arguments, texts as their pieces."""
         texts = ["".join(map(_text, a)) if isinstance(a, list) else _whole(a) for a in args]
-        # Past its constructor, which may take others than an exception's `args`.
-        error = self.kind.__new__(self.kind, *texts)
-        error.args = (*texts,)
-        raise error from ShardingError(
-            "the program raises this when its forward has ended", where=self.where
-        )
+        error = self.kind.__new__(self.kind, *texts)  # a constructor takes others
+        error.args = tuple(texts)
+        raise error from ShardingError("the program raises this behind forward", where=self.where)
 
 
 class Side:
@@ -205,8 +202,7 @@ class Side:
     @staticmethod
     def of(flag: Tensor | None) -> AbstractContextManager:
         """Return the context for a side, as `Prints.on_side`."""
-        prints = _now.get()
-        return nullcontext() if prints is None else prints.on_side(flag)
+        return nullcontext() if (prints := _now.get()) is None else prints.on_side(flag)
 
     @staticmethod
     def refuse(flag: Tensor, error: Exception) -> None:
@@ -241,10 +237,6 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _is_of_a_run(number: Any) -> bool:
-    return isinstance(number, _NUMBERS) and not number.node.has_hint()
-
-
 def _print(before: Callable[..., None]) -> Callable[..., None]:
     def print_(*values: Any, sep: Any = " ", end: Any = "\n", **options: Any) -> None:
         prints = _now.get()
@@ -273,7 +265,12 @@ def _log(before: Callable[..., None]) -> Callable[..., None]:
 def _format(before: Callable[..., str]) -> Callable[..., str]:
     def format_(self: object, spec: str) -> str:
         prints = _now.get()
-        if prints is None or not (spec or isinstance(self, Tensor) or _is_of_a_run(self)):
+        if prints is None or not (
+            spec
+            or isinstance(self, Tensor)
+            or isinstance(self, _NUMBERS)
+            and not self.node.has_hint()
+        ):
             return before(self, spec)
         # The number of a loop's iteration, which names a module.
         if isinstance(self, Tensor) and not self.dim() and EMPTY_IS_NOTHING.get() is not None:

@@ -18,7 +18,7 @@ from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .functionalize import Functional, FunctionalTensor
 from .prints import Breakpoint, Breakpoints, Prints, Side
-from .rewrites.branches import TRACE
+from .rewrites.branch_effects import TRACE
 from .rewrites.numpy_arrays import check_left
 from .stand_in_sizes import NUMBERS
 from .state.dependencies import with_tensors

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
 
@@ -25,19 +24,13 @@ from torch import Tensor
 from ...compat.private_apis import (
     DataDependentOutputException,
     GuardOnDataDependentSymNode,
-    TorchDispatchMode,
 )
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, innermost_frame_of
 from ...rules.rewrites import rewrite_of
-from ..state.source import ABSENT as NONE
-from ..state.source import LISTS, set_component
 from .branch_code import HELPERS, compiled
+from .branch_effects import TRACE, Effects, effect, owned
 
-_Ask = Callable[[Tensor], Tensor | None]
-# (asks for a tensor's value, returns the tables of the module's state, the Side of prints.py) in
-# the trace that runs
-TRACE: ContextVar[tuple[_Ask, Callable[[], list], Any]] = ContextVar("TRACE")
 _UNKNOWN = DataDependentOutputException, GuardOnDataDependentSymNode
 
 
@@ -150,7 +143,7 @@ def copied(value: object) -> object:
         return value.clone()
     if value is ABSENT or _is_plain(value) or isinstance(value, tuple):
         return value
-    raise _effect("changes a list, a table or an object")
+    raise effect("changes a list, a table or an object")
 
 
 def _traced(
@@ -162,7 +155,7 @@ def _traced(
 ) -> tuple:
     """Return the values of names behind a branch on a value that only a run knows."""
     taken, sides, errors = TRACE.get()[2], list[Any](), list[Exception]()
-    effects, names = _Effects(), [*names]
+    effects, names = Effects(), [*names]
     flags = goes, goes.logical_not()
     for side, flag in zip((yes, no), flags):
         try:
@@ -214,6 +207,9 @@ def _traced(
         leaves if isinstance(leaves, Differing) else _rebuilt(leaves, one[1])
         for leaves, one in zip(results, sides[0])
     )
+    for value in after[count:]:
+        if isinstance(value, Differing):
+            value._raise()
     effects.apply(after[count:])
     return after[:count]
 
@@ -319,147 +315,6 @@ def _differing(name: str) -> Differing:
             fix="give it tensors of one shape and dtype on both sides",
         ),
     )
-
-
-class _Effects:
-    """What the sides of a branch leave in attributes and buffers: results as names are."""
-
-    def __init__(self) -> None:
-        self.tables = [(table, table.entries()) for table in TRACE.get()[1]()]
-        self.places: dict[tuple[int, Any], None] = {}  # a table's number and its step, in order
-        self.copied: set[tuple[int, Any]] = set()  # those whose tensors a side changes in place
-
-    def run(
-        self, side: Callable[..., tuple], before: Sequence[object], is_traced: bool = False
-    ) -> tuple[tuple, dict]:
-        """Run a side; return its results and what it has left, which the tables do not keep.
-
-        Where it is not traced, its operations are dropped: it is run for the kinds of its values,
-        and raises ShardingError for other effects.
-        """
-        while True:
-            try:
-                copies = {
-                    place: self.tables[place[0]][1][place[1]].clone() for place in self.copied
-                }
-                for (i, step), tensor in copies.items():
-                    set_component(self.tables[i][0].container, step, tensor)
-                with nullcontext() if is_traced else _Writes({id(x): x for x in copies.values()}):
-                    results = side(*before)
-                return results, self._left()
-            except _WritesInPlace as found:
-                self.copied |= self._places_of(found.tensors)
-            finally:
-                self._restore()
-
-    def _places_of(self, tensors: dict[int, Tensor]) -> set[tuple[int, Any]]:
-        places = {
-            (i, step)
-            for i, (table, entries) in enumerate(self.tables)
-            for step, value in entries.items()
-            if id(value) in tensors and not isinstance(table.container, LISTS)
-        }
-        if len({id(self.tables[i][1][step]) for i, step in places}) < len(tensors):
-            raise _effect("changes a tensor in place")
-        return places
-
-    def _left(self) -> dict[tuple[int, Any], object]:
-        left = dict[tuple[int, Any], object]()
-        for i, (table, entries) in enumerate(self.tables):
-            now = table.entries()
-            steps = [k for k in {**entries, **now} if now.get(k, self) is not entries.get(k, self)]
-            if steps and isinstance(table.container, LISTS):
-                raise _effect("changes a list")
-            for step in steps:
-                if step not in now or step not in entries:
-                    raise _effect(f"creates or deletes '{table.source.at(step)}'")
-                left[i, step] = now[step]
-        self.places |= dict.fromkeys(left)
-        return left
-
-    def _restore(self) -> None:
-        for table, entries in self.tables:
-            if isinstance(table.container, LISTS):
-                if len(table.container) != len(entries):
-                    table.container[:] = entries.values()
-                continue
-            for step, value in table.entries().items():
-                if value is not entries.get(step, self):
-                    set_component(table.container, step, entries.get(step, NONE))
-
-    def names(self) -> list[str]:
-        return [str(self.tables[i][0].source.at(step)) for i, step in self.places]
-
-    def values(self, left: dict[tuple[int, Any], object]) -> list[object]:
-        """Return the values at all places behind a side: what it has left, or what was there."""
-        return [left.get((i, step), self.tables[i][1][step]) for i, step in self.places]
-
-    def apply(self, after: Sequence[object]) -> None:
-        """Leave the values behind the branch in the tables."""
-        for (i, step), value in zip(self.places, after):
-            table, entries = self.tables[i]
-            if isinstance(value, Differing):
-                value._raise()
-            if isinstance(value, Tensor) and not isinstance(entries[step], Tensor | None):
-                raise _effect(f"assigns another number to '{table.source.at(step)}'")
-            if (i, step) in self.copied and isinstance(value, Tensor):
-                entries[step].copy_(value)
-            else:
-                set_component(table.container, step, value)
-
-
-def owned(*objects: object) -> None:
-    """Raise ShardingError unless attributes of these objects are in the module's tables."""
-    tables = TRACE.get()[1]()
-    if not all(any(table.container is each for table in tables) for each in objects):
-        raise _effect("assigns an attribute of an object that the model does not name")
-
-
-def _effect(what: str) -> ShardingError:
-    return ShardingError.here(
-        f"the program depends on values: a side of a branch on a value {what}",
-        why="both sides are traced, and a run computes one of them: its results alone count",
-        fix="compute new tensors there, and assign them behind the branch; or use torch.where",
-    )
-
-
-class _WritesInPlace(Exception):
-    """An operation would change tensors in place that were there before a side."""
-
-    def __init__(self, tensors: dict[int, Tensor]) -> None:
-        super().__init__()
-        self.tensors = tensors
-
-
-_STATISTICS = "running_mean", "running_var"
-
-
-class _Writes(TorchDispatchMode):
-    """Raises if an operation changes a tensor in place that was there before."""
-
-    def __init__(self, own: dict[int, Tensor]) -> None:
-        super().__init__()
-        self.own = own
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, others = kwargs or {}, dict[int, Tensor]()
-        parameters = func._schema.arguments
-        named = {**dict(zip((p.name for p in parameters), args)), **kwargs}
-        for parameter in parameters:
-            value, alias = named.get(parameter.name), parameter.alias_info
-            # Some schemas of batch norm do not say that it changes these.
-            is_updated = parameter.name in _STATISTICS and named.get("training", named.get("train"))
-            if is_updated or alias is not None and alias.is_write:
-                leaves = (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
-                others |= {id(x): x for x in leaves if id(x) not in self.own}
-        if others:
-            raise _WritesInPlace(others)
-        result = func(*args, **kwargs)
-        if not getattr(func, "is_view", False) or id(args[0]) in self.own:
-            self.own |= {id(x): x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
-        return result
 
 
 _NAMESPACE = {
