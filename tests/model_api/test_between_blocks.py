@@ -196,3 +196,38 @@ def test_values_in_attributes():
     gspmd.pipeline_model(model, "layers", mesh, microbatches=4, schedule="1f1b")
     with pytest.raises(gspmd.ShardingError, match="sets its attribute 'loss' to a tensor"):
         gspmd.plan(model, x, labels, mesh=mesh, grad=True)
+
+
+def by_keys(model, x):
+    for name in model.layers:
+        x = x + model.layers[name](x)[0]
+    return x
+
+
+def by_items(model, x):
+    for _, layer in model.layers.items():
+        x = layer(x)[0]
+    return x
+
+
+@pytest.mark.parametrize("loop", [by_keys, by_items])
+def test_layers_in_a_dict(loop):
+    torch.manual_seed(0)
+
+    class OfDict(Model):
+        def forward(self, x, labels):
+            return F.cross_entropy(self.head(loop(self, self.embed(x))).mean(1), labels)
+
+    model, mesh = OfDict([], 4).double(), gspmd.Mesh(stage=2)
+    names = [*map(str, range(4))]
+    model.layers = nn.ModuleDict(zip(names, model.layers))
+    x, labels = torch.randn(BATCH, LENGTH, WIDTH).double(), torch.randint(3, (BATCH,))
+    expected = model(x, labels)
+    other = copy.deepcopy(model)
+    other.layers = nn.ModuleDict({f"layer{name}": model.layers[name] for name in names})
+    with pytest.raises(gspmd.ShardingError, match="have the names .'layer0', 'layer1'"):
+        gspmd.pipeline_model(other, "layers", mesh, microbatches=2)
+    gspmd.pipeline_model(model, "layers", mesh, microbatches=2, schedule="1f1b")
+    torch.testing.assert_close(model(x, labels), expected, **EXACT)
+    found, _ = gspmd.plan(model, x, labels, mesh=mesh, grad=True).simulate(x, labels)
+    torch.testing.assert_close(found, expected.detach(), **EXACT)

@@ -85,8 +85,9 @@ plan torch._C._functorch: CVmapInterpreterPtr _add_batch_dim get_interpreter_sta
 - torch._C._functorch: maybe_get_level | manual regions
 plan torch.autograd.graph: _engine_run_backward
 - torch.autograd: _profiler_enabled | names of modules in a profile
-plan torch.nn.Module: _backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks
-    _modules _is_full_backward_hook _non_persistent_buffers_set _parameters
+plan torch.nn.Module: _backward_hooks _backward_pre_hooks _buffers _forward_hooks
+    _forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks _modules
+    _is_full_backward_hook _non_persistent_buffers_set _parameters
 plan torch.Tensor: _base _make_wrapper_subclass _use_count _version
 plan torch.UntypedStorage: _cdata
 - torch._subclasses.fake_tensor: DataDependentOutputException DynamicOutputShapeException

@@ -232,8 +232,11 @@ class _Search:
         for block, call in enumerate(self.calls):
             leaves = call.results.leaves
             like = leaves[number] if number < len(leaves) else None
-            is_like = isinstance(like, Tensor) and like.shape == each.like.shape
-            if groups[block] not in with_columns or not is_like or like.dtype != each.like.dtype:
+            is_like = isinstance(like, Tensor) and (like.shape, like.dtype) == (
+                each.like.shape,
+                each.like.dtype,
+            )
+            if groups[block] not in with_columns or not is_like:
                 found.append(None)
                 continue
             origin = block, number

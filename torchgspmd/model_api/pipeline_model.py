@@ -53,9 +53,10 @@ def pipeline_model(
 
     Args:
         model: The model, which is changed.
-        layers: The path of its ModuleList or Sequential, such as "model.layers". Or several, in the
-            order in which forward calls them ("encoder.layers", "decoder.layers"): the last one's
-            backwards run between its forwards, the others' after all of their forwards.
+        layers: The path of its ModuleList, Sequential or ModuleDict, such as "model.layers". Or
+            several, in the order in which forward calls them ("encoder.layers", "decoder.layers"):
+            the last one's backwards run between its forwards, the others' after all of their
+            forwards.
         mesh: The devices, also as torch's DeviceMesh.
         axis: The axis whose devices are the stages.
         microbatches: Number of parts into which the batch is divided.
@@ -90,8 +91,16 @@ def pipeline_model(
     paths = (layers,) if isinstance(layers, str) else tuple(layers)
     modules = dict(model.named_modules())
     for path in paths or ("",):
-        if not path or not isinstance(modules.get(path), (nn.ModuleList, nn.Sequential)):
-            lists = [n for n, m in modules.items() if n and isinstance(m, nn.ModuleList)]
+        found = modules.get(path)
+        if isinstance(found, nn.ModuleDict) and [*found] != [*map(str, range(len(found)))]:
+            raise ShardingError.here(
+                f"the layers in '{path}' have the names {[*found][:4]}",
+                why="the weights of a pipeline have the layers' numbers in their names",
+                fix="name the layers '0', '1', ..., in the order in which forward calls them",
+            )
+        if not path or not isinstance(found, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            kinds = nn.ModuleList, nn.Sequential, nn.ModuleDict
+            lists = [n for n, m in modules.items() if n and isinstance(m, kinds)]
             raise ShardingError.here(
                 f"the model has no list of layers '{path}'", fix=did_you_mean(path, lists)
             )
@@ -115,6 +124,7 @@ def pipeline_model(
             memory=memory if is_last else None,
             rows=own,
         )
+        pipe.is_dict = isinstance(modules[path], nn.ModuleDict)  # pyright: ignore
         model.set_submodule(path, pipe)
     kind = type(model)
 

@@ -45,6 +45,7 @@ class StackedBlocks(nn.Module):
     """
 
     is_repeated = False  # a lone block that forward calls again and again
+    is_dict = False  # whether it stands for a ModuleDict, whose keys are the blocks' numbers
 
     def __init__(
         self,
@@ -128,9 +129,18 @@ class StackedBlocks(nn.Module):
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[nn.Module]:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys() if self.is_dict else self.values())
+
+    def keys(self) -> list[str]:
+        return [str(number) for number in range(self.count)]
+
+    def values(self) -> list[nn.Module]:
         loop = self._loop()
-        return iter([BlockPlace(self.block_of(i), loop, i) for i in range(self.count)])
+        return [BlockPlace(self.block_of(i), loop, i) for i in range(self.count)]
+
+    def items(self) -> list[tuple[str, nn.Module]]:
+        return [*zip(self.keys(), self.values())]
 
     def _loop(self) -> BlockLoop:
         return BlockLoop(self, self.what, self.kinds_of_blocks(), self.run_one)
@@ -143,10 +153,10 @@ class StackedBlocks(nn.Module):
         """Return each block's kind."""
         return self.stacks
 
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: int | str | slice) -> Any:
         """Return a block for a loop; for the slice of all, a list of them."""
-        if isinstance(index, int):
-            number = range(self.count)[index]
+        if not isinstance(index, slice):
+            number = range(self.count)[int(index)]
             return BlockPlace(self.block_of(number), loop_by_index(self, self._loop), number)
         if [*range(self.count)[index]] != [*range(self.count)]:
             raise ShardingError.here(
@@ -154,7 +164,7 @@ class StackedBlocks(nn.Module):
                 why="all of them are one call",
                 fix="stack the parts by themselves",
             )
-        return [*self]
+        return self.values()
 
     def check_model(self, state: Mapping[str, Tensor]) -> None:
         """Raise ShardingError if a model has a weight that was one of its blocks' weights, too."""
