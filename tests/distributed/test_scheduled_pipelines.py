@@ -1,6 +1,8 @@
 """Pipelines whose loss is a part of them, on real processes."""
 
 import copy
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchgspmd as gspmd
+from torchgspmd.comm.hardware import Link
 
 WIDTH = 4
 SCHEDULES = [
@@ -93,9 +96,9 @@ def test_schedules(mesh, schedule, repeats):
 class Plain(nn.Module):
     """A forward that knows no pipeline."""
 
-    def __init__(self):
+    def __init__(self, layers=4):
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x, labels):
@@ -104,14 +107,22 @@ class Plain(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
+# Messages take as long as a dozen operations, so pairs of dualpipev are one program.
+SLOW = replace(gspmd.Hardware.of("a100"), links=(Link(math.inf, 25e9, 50e-6),))
+
+
+@pytest.mark.parametrize("schedule", ("dualpipev", "1f1b"))
 @distributed("stage=2,model=2")
-def test_a_model_as_it_is(mesh):
+def test_a_model_as_it_is(mesh, schedule):
     torch.manual_seed(0)
-    alone = Plain().double()
+    alone = Plain(8).double()  # loops over the layers of a stage
     model = copy.deepcopy(alone)
-    model = gspmd.pipeline_model(model, "layers", mesh, microbatches=4, schedule="1f1b")
+    model = gspmd.pipeline_model(model, "layers", mesh, microbatches=4, schedule=schedule)
     gspmd.annotate(model, mesh, {"layers.*.up.weight": "model _"})
-    model = gspmd.parallelize(model, mesh)
+    batch = torch.randn(8, WIDTH, dtype=torch.double), torch.randint(3, (8,))
+    plan = gspmd.plan(model, *batch, mesh=mesh, grad=True, hardware=SLOW)
+    assert ("vee joint" in plan.summary()) == (schedule == "dualpipev")
+    model = gspmd.parallelize(model, mesh, hardware=SLOW)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (alone, model)]
     for _ in range(3):
         x, labels = torch.randn(8, WIDTH, dtype=torch.double), torch.randint(3, (8,))

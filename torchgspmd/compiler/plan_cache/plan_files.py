@@ -30,7 +30,7 @@ from .plans import FIELDS, NEEDED, Later, constants_of, decode_graphs, encode_gr
 from .signature import check_source, signature_of
 from .values import Encoder
 
-_FORMAT = 7
+_FORMAT = 8
 _LARGEST = 1 << 20  # elements of a constant in a file
 _MOST_DEVICES = 1 << 20
 _VERSION = re.compile(rb'\{"format": (\d{1,9})[,}]')

@@ -27,7 +27,7 @@ from ...fx_passes.program import Program
 from ...fx_passes.schedule.overlap import scheduled_seconds
 from .call import StageCall
 from .dual_pipe import ROUNDS
-from .merge_halves import RULES, Halves
+from .merge_halves import RULES, MergedHalves
 from .parts import BACKWARD, FORWARD, JOINT, WEIGHTS, StageBody, StagePart
 
 GAIN = 0.99  # Join stages if a pair takes at most this share of its time then.
@@ -85,7 +85,7 @@ def _seconds(graph: fx.Graph, program: Program) -> float:
 def _joined(call: StageCall, bodies: Sequence[StageBody], program: Program, rule: str) -> StageBody:
     """Return one body for a forward and, of another microbatch, a backward and its weights."""
     ahead, back, *weights = bodies
-    halves = Halves([body.graph for body in bodies], program.mesh, program.hardware, rule)
+    halves = MergedHalves([body.graph for body in bodies], program.mesh, program.hardware, rule)
     first = [*ahead.graph.find_nodes(op="placeholder")]
     halves.add_inputs(first)
     parts = [StagePart(ahead.kind, ahead.round, ahead.inputs, ahead.outputs)]

@@ -32,7 +32,7 @@ RULES = "exchange", "first", "second"
 MAIN = 2  # halves; those behind them fill gaps
 
 
-class Halves:
+class MergedHalves:
     """Writes one graph for several. new: its nodes, by those of the halves."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Halves:
             self.new[node].meta = dict(node.meta)
 
     def share(self, inputs: Sequence[fx.Node], values: Sequence[fx.Node]) -> None:
-        """Let inputs be values of other halves."""
+        """Take values of other halves as inputs."""
         self.source |= dict(zip(inputs, values))
 
     def return_values(self, values: Sequence[fx.Node]) -> None:
@@ -89,7 +89,7 @@ class Halves:
         head = self._head(i)
         if head is None or self._waits_for_loop(i):
             return None
-        values = [self.source.get(x, x) for x in head.all_input_nodes]
+        values = [*map(self._source, head.all_input_nodes)]
         if not all(x in self.new for x in values):
             return None
         return max((self.arrival.get(x, 0.0) for x in values), default=0.0)
@@ -126,12 +126,15 @@ class Halves:
 
     # ---------------------------------------------------------------------------------- copies
 
+    def _source(self, x: fx.Node) -> fx.Node:
+        return self.source.get(x, x)
+
     def _of(self, x: fx.Node) -> fx.Node:
-        return self.new[self.source.get(x, x)]
+        return self.new[self._source(x)]
 
     def _copy(self, i: int) -> None:
         node = self.queues[i][self.at[i]]
-        values = [self.source.get(x, x) for x in node.all_input_nodes]
+        values = [*map(self._source, node.all_input_nodes)]
         self.now = max([self.now, *(self.arrival.get(x, 0.0) for x in values)])
         args: Any = node.args
         if node.target is getitem and args[0] in self.loops:
@@ -153,7 +156,7 @@ class Halves:
         nodes = [self.queues[i][self.at[i]] for i in range(MAIN)]
         calls: list[Any] = [node.target for node in nodes]
         one, other = calls
-        inner = Halves([call.graph for call in calls], self.mesh, self.hardware, self.rule)
+        inner = MergedHalves([call.graph for call in calls], self.mesh, self.hardware, self.rule)
         inputs, results = [c.body_inputs for c in calls], [c.body_results for c in calls]
         inner.add_inputs(inputs[0].coordinates)
         inner.share(inputs[1].coordinates, inputs[0].coordinates)

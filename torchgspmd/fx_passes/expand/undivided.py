@@ -159,7 +159,8 @@ class Work:
         gathered.
         """
         products = [op for op in self.ops if op.rule.contraction]
-        for op in (*products, *(op for op in self.ops if broadcasts(op.node))):
+        others = (op for op in self.ops if op.node.target in _OF_PAIRS and broadcasts(op.node))
+        for op in (*products, *others):
             if len(op.operands) != 2 or op.results != (op.node,):
                 continue
             sizes, places = op.rule.sizes, self._sharded_factors(op)
@@ -267,10 +268,20 @@ def has_pairs(p: Program) -> bool:
     least = p.request.constants.pair_bytes
     products = p.graph.find_nodes(op="call_function", target=torch.ops.torchgspmd.einsum.default)
     maxima = p.graph.find_nodes(op="call_function", target=aten.scatter.src)  # their gradients
-    # First by the graph's shapes: most programs have no such value, and need no layouts.
-    found = itertools.chain(products, maxima, filter(broadcasts, p.graph.nodes))
+    others = (n for op in _OF_PAIRS for n in p.graph.find_nodes(op="call_function", target=op))
+    # First by fx's table of nodes: most programs have no such value, and need no walk.
+    found = itertools.chain(products, maxima, filter(broadcasts, others))
     is_large = any(node.meta["val"].nbytes >= least for node in found)
     return is_large and any(True for _ in work_of(p).pairs(least))
+
+
+# Operations besides products that may have a value for each pair of rows.
+_OF_PAIRS = dict.fromkeys(
+    (
+        *(aten.sub.Tensor, aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor),
+        *(aten.maximum.default, aten.minimum.default, aten._cdist_forward.default),
+    )
+)
 
 
 def broadcasts(node: fx.Node) -> bool:
