@@ -10,10 +10,10 @@ after    %y, %lse = flex_attention(%q, %k, %v, [%documents], "aten.bitwise_and.T
 needs    a propagated graph
 ensures  no value has a number for each query and key, unless the program uses it elsewhere
 
-The operations that compute a mask are followed back from an element at (b, h, q, k): through
-elementwise operations, views, indices and triangles, to positions, numbers, and tensors that have
-no dimension for one of queries and keys. Masks of 0 and -inf are read, too. What a run passes in
-with a dimension for each stays a mask.
+The operations that compute a mask are followed back from an element at (b, h, q, k), through
+elementwise operations, views, indices and triangles. They end at positions, numbers, and tensors
+without a dimension for one of queries and keys. Masks of 0 and -inf are read, too. What a run
+passes in with a dimension for each stays a mask.
 """
 
 from __future__ import annotations
