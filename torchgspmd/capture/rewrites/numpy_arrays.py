@@ -19,6 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ...compat import private_apis
 from ...compat.patches import Patch
 from ...compat.private_apis import FunctionalTensor
 from ...compat.private_apis import _pytree as pytree
@@ -32,8 +33,7 @@ _WHY = "NumPy would ask a tensor of the trace for values"
 @functools.cache
 def _numpy() -> Any:
     """Return torch's NumPy, to whose arrays NumPy's functions hand their calls."""
-    from ...compat.private_apis import _numpy as module  # for the first program that needs it
-
+    module = private_apis._numpy  # imported for the first program that needs it
     module.ndarray.__array_function__ = _call_function
     module.ndarray.__array_ufunc__ = _call_ufunc
     dtypes, scalars = module._dtypes, module._dtypes_impl

@@ -12,8 +12,8 @@ ensures  no value has a number for each query and key, unless the program uses i
 
 The operations that compute a mask are followed back from an element at (b, h, q, k), through
 elementwise operations, views, indices and triangles. They end at positions, numbers, and tensors
-without a dimension for one of queries and keys. Masks of 0 and -inf are read, too. What a run passes in
-with a dimension for each stays a mask.
+without a dimension for one of queries and keys. Masks of 0 and -inf are read, too. What a run
+passes in with a dimension for each stays a mask.
 """
 
 from __future__ import annotations
