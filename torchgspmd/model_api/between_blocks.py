@@ -144,7 +144,7 @@ class RecordedStep(NamedTuple):
         return values[0] if is_sum and len(values) == len(zeros) == 1 else None
 
 
-class Ref(NamedTuple):
+class StepOperand(NamedTuple):
     """An operand of a work's step. kind: "input", "argument", "result" (of the block), "step"."""
 
     kind: str
@@ -152,8 +152,8 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The steps of a work: (function, operands, tree). Other operands than Refs are themselves."""
+class WorkRecipe:
+    """The steps of a work: (function, operands, tree)."""
 
     steps: tuple[tuple[Any, tuple[Any, ...], Any], ...]
 
@@ -164,28 +164,32 @@ class Recipe:
         found: list[Tensor] = []
         values = {"input": inputs, "argument": arguments, "result": results, "step": found}
         for function, operands, tree in self.steps:
-            leaves = [values[x.kind][x.number] if isinstance(x, Ref) else x for x in operands]
+            leaves = [
+                values[x.kind][x.number] if isinstance(x, StepOperand) else x for x in operands
+            ]
             args, kwargs = pytree.tree_unflatten(leaves, tree)
             found += pytree.tree_leaves(function(*args, **kwargs))
         return found
 
-    def reads(self, step_sizes: Sequence[int], reads_of: Callable[[Ref], frozenset[int]]) -> Any:
+    def reads(
+        self, step_sizes: Sequence[int], reads_of: Callable[[StepOperand], frozenset[int]]
+    ) -> Any:
         """Return for each result the numbers of the leaves that it is computed from."""
         found: list[frozenset[int]] = []
         for (_, operands, _), size in zip(self.steps, step_sizes):
-            refs = [x for x in operands if isinstance(x, Ref)]
+            refs = [x for x in operands if isinstance(x, StepOperand)]
             read = [found[x.number] if x.kind == "step" else reads_of(x) for x in refs]
             found += [frozenset[int]().union(*read)] * size
         return found
 
 
-class Work(NamedTuple):
-    """What a block's program computes behind the block.
+class BlockWork(NamedTuple):
+    """A computation that a block's program has behind the block.
 
     inputs: its operands from elsewhere. rows: which of them have a row for each batch row.
     """
 
-    recipe: Recipe
+    recipe: WorkRecipe
     inputs: tuple[Any, ...]
     rows: tuple[bool, ...]
 
@@ -195,23 +199,23 @@ class Work(NamedTuple):
         given = pytree.tree_leaves(arguments)
         found = [
             x
-            for each in pytree.tree_leaves(works, is_leaf=Work.is_one)
+            for each in pytree.tree_leaves(works, is_leaf=BlockWork.is_one)
             for x in each.recipe.run(each.inputs, given, results)
         ]
         return [*results, *found]
 
     @staticmethod
     def is_one(x: object) -> bool:
-        return isinstance(x, Work)
+        return isinstance(x, BlockWork)
 
 
-class Filler(NamedTuple):
+class WorkFiller(NamedTuple):
     """Stands for an input of another block's work, whose results are not read."""
 
     leaf: Any
 
 
-class Picked(NamedTuple):
+class PickedRow(NamedTuple):
     """One of the columns of a tensor [rows, columns, ...]. number: an integer tensor []."""
 
     rows: Any
@@ -223,9 +227,9 @@ class Picked(NamedTuple):
     @staticmethod
     def all_values(tree: Any) -> Any:
         return pytree.tree_map(
-            lambda x: x.value() if isinstance(x, Picked) else x,
+            lambda x: x.value() if isinstance(x, PickedRow) else x,
             tree,
-            is_leaf=lambda x: isinstance(x, Picked),
+            is_leaf=lambda x: isinstance(x, PickedRow),
         )
 
 

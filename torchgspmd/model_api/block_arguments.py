@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from .alike import numbered
-from .between_blocks import Picked, misused
+from .between_blocks import PickedRow, misused
 from .state_routes import SharedArguments, is_same
 
 
@@ -87,7 +87,7 @@ class BlockArguments:
         first = blocks[0]
         if any(self.trees[block] != self.trees[first] for block in blocks):
             return
-        picked: dict[int, list[Picked]] = {}
+        picked: dict[int, list[PickedRow]] = {}
         for i, leaf in enumerate(self.leaves[first]):
             values = [self.leaves[block][i] for block in blocks]
             distinct = {id(x): x for x in values if isinstance(x, Tensor)}
@@ -97,7 +97,7 @@ class BlockArguments:
             ):
                 rows, numbers = torch.stack([*distinct.values()], 1), [*distinct]
                 self.row_tensors[id(rows)] = rows
-                picked[i] = [Picked(rows, torch.tensor(numbers.index(id(x)))) for x in values]
+                picked[i] = [PickedRow(rows, torch.tensor(numbers.index(id(x)))) for x in values]
         for place, block in enumerate(blocks if picked else ()):
             leaves = [
                 picked[i][place] if i in picked else x for i, x in enumerate(self.leaves[block])

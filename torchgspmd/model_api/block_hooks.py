@@ -19,8 +19,8 @@ from ..compat.private_apis import is_functorch_wrapped_tensor
 from ..errors import ShardingError
 
 
-class Seen(NamedTuple):
-    """What a hook is called with. leaves, tree: of the module's (arguments, results)."""
+class HookCall(NamedTuple):
+    """A call of a hook. leaves, tree: of the module's (arguments, results)."""
 
     hook: Callable[..., Any]
     module: nn.Module
@@ -29,13 +29,13 @@ class Seen(NamedTuple):
 
 
 @contextmanager
-def seen_by_hooks(block: nn.Module, inner: Sequence[object] | None) -> Iterator[list[Seen]]:
+def seen_by_hooks(block: nn.Module, inner: Sequence[object] | None) -> Iterator[list[HookCall]]:
     """Call no hooks in the block; note their arguments. inner: hooks that are called; None: all."""
-    found: list[Seen] = []
+    found: list[HookCall] = []
 
     def noting(hook: Callable[..., Any]) -> Callable[..., Any]:
         def note(module: nn.Module, args: Any, results: Any) -> None:
-            found.append(Seen(hook, module, *pytree.tree_flatten((args, results))))
+            found.append(HookCall(hook, module, *pytree.tree_flatten((args, results))))
 
         return hook if any(hook is each for each in inner or ()) else note
 
@@ -76,11 +76,11 @@ def _check_attributes(block: nn.Module, before: Sequence[tuple[nn.Module, dict[s
                 )
 
 
-def leaves_of(seen: Sequence[Seen]) -> list[Any]:
+def leaves_of(seen: Sequence[HookCall]) -> list[Any]:
     return [leaf for each in seen for leaf in each.leaves]
 
 
-def call_hooks(seen: Sequence[Seen], leaves: Sequence[Any]) -> list[object]:
+def call_hooks(seen: Sequence[HookCall], leaves: Sequence[Any]) -> list[object]:
     """Call hooks with other leaves; return those that have to run in the block's program."""
     remaining, inner = iter(leaves), list[object]()
     for each in seen:

@@ -35,9 +35,9 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from .between_blocks import (
     Between,
+    BlockWork,
     Origin,
     RecordedStep,
-    Work,
     apart,
     misused,
     results_of_loops,
@@ -243,7 +243,7 @@ class BlockLoop:
         return sorted((int(block), int(number)) for _, _, block, number in of_self)
 
     def _not_found(self, x: Between) -> BaseException:
-        """Return what is raised for a value that the blocks' program does not return yet."""
+        """Return the error for a value that the blocks' program does not return yet."""
         sites, known = current_sites(), {*self._wanted()}
         if sites is None or x.origin in known:
             return misused("an operation reads a value between two blocks")
@@ -275,7 +275,7 @@ class BlockLoop:
             with seen_by_hooks(self.module.whole(number), self._inner()) as seen:
                 leaves, tree = pytree.tree_flatten(self.run_one(number, *args, **kwargs))
             leaves += leaves_of(seen)
-            return Work.all_results(works, (args, kwargs), leaves), (tree, seen)
+            return BlockWork.all_results(works, (args, kwargs), leaves), (tree, seen)
 
         return run
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
-from .between_blocks import Filler, Origin, Picked, one_hot
-from .block_hooks import Seen
-from .state_routes import Choice, Column, Columns, Place, Route, StateLeaf
+from .between_blocks import Origin, PickedRow, WorkFiller, one_hot
+from .block_hooks import HookCall
+from .state_routes import FinalPlace, Route, RouteChoice, RouteColumn, StateColumns, StateLeaf
 
 
 class BlockResults(NamedTuple):
@@ -45,7 +45,7 @@ class BlockResults(NamedTuple):
     reads: list[frozenset[int]]
     same: list[int | None]
     fillers: frozenset[int] = frozenset()
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[HookCall, ...] = ()
 
 
 class BlockCall(NamedTuple):
@@ -72,7 +72,7 @@ class RoutedCalls(NamedTuple):
     state: list[Tensor]
     arguments: list[tuple[Any, ...]]
     filled: frozenset[int]
-    final: list[tuple[Origin, Place]]
+    final: list[tuple[Origin, FinalPlace]]
 
 
 class Runs(Protocol):
@@ -165,7 +165,7 @@ class _Search:
                     self.state.add(path)
         slots = [p for p in self.passing if p in self.state]
         routes: dict[str, list[Any]] = {}
-        self.final: dict[Origin, Place] = {}
+        self.final: dict[Origin, FinalPlace] = {}
         for path in slots:
             if (route := self._results(path)) is not None:
                 routes[path] = route
@@ -175,7 +175,7 @@ class _Search:
         state = [self._start(path, x) for path in slots]
         lifted = [i for i, leaf in enumerate(state) if self._is_lifted(leaf, x)]
         for i, path in enumerate(slots):
-            self._note_last(path, routes[path], Place(i, None, i in lifted))
+            self._note_last(path, routes[path], FinalPlace(i, None, i in lifted))
         columns = self._columns(len(state), x)
         state += [each.start for each in columns]
         lifted += [len(slots) + i for i, each in enumerate(columns) if each.is_lifted]
@@ -202,28 +202,28 @@ class _Search:
         """Return whether a leaf has no batch rows. x: the first leaf."""
         return self.groups is not None and (not leaf.dim() or leaf.shape[0] % x.shape[0] != 0)
 
-    def _note_last(self, path: str, results: Sequence[Any], place: Place) -> None:
+    def _note_last(self, path: str, results: Sequence[Any], place: FinalPlace) -> None:
         """Note which value a leaf of the last state is."""
         for block in reversed(range(len(results))):
             if results[block] is not None:
                 self.final.setdefault((block, results[block]), place)
                 return
 
-    def _columns(self, start: int, x: Tensor) -> list[Columns]:
+    def _columns(self, start: int, x: Tensor) -> list[StateColumns]:
         """Return tensors for the values that are read behind the loop, or by blocks further on."""
-        found: dict[Any, Columns] = {}
+        found: dict[Any, StateColumns] = {}
         for origin in dict.fromkeys([*self.wanted, *self.stored]):
             value = self.calls[origin[0]].results.leaves[origin[1]]
             if origin in self.final or not isinstance(value, Tensor):
                 continue
             key = origin[1], value.shape, value.dtype
             is_lifted = self._is_lifted(value, x)
-            each = found.setdefault(key, Columns(value, start + len(found), is_lifted, len(x)))
-            self.final[origin] = Place(each.leaf, len(each.origins), is_lifted)
+            each = found.setdefault(key, StateColumns(value, start + len(found), is_lifted, len(x)))
+            self.final[origin] = FinalPlace(each.leaf, len(each.origins), is_lifted)
             each.origins.append(origin)
         return [*found.values()]
 
-    def _filled_columns(self, each: Columns, choices: list[list[Tensor]]) -> list[Any]:
+    def _filled_columns(self, each: StateColumns, choices: list[list[Tensor]]) -> list[Any]:
         """Return by block the result that a column follows from."""
         groups = self.groups or []
         number = each.origins[0][1]
@@ -241,7 +241,7 @@ class _Search:
                 continue
             origin = block, number
             column = each.origins.index(origin) if origin in each.origins else None
-            found.append(Column(number))
+            found.append(RouteColumn(number))
             choices[block].append(one_hot(column, len(each.origins)))
         return found
 
@@ -256,7 +256,7 @@ class _Search:
         for block, (group, result) in enumerate(zip(self.groups, results)):
             if len(options[group]) > 1:
                 choices[block].append(torch.tensor(options[group].index(result)))
-                result = Choice(tuple(options[group]))
+                result = RouteChoice(tuple(options[group]))
             found.append(result)
         return found
 
@@ -363,14 +363,14 @@ class _Search:
         """Return a block's arguments, with a StateLeaf for each value of the state."""
         leaves: list[Any] = []
         for path, leaf in self.named[number].items():
-            leaf, is_filler = (leaf.leaf, True) if isinstance(leaf, Filler) else (leaf, False)
+            leaf, is_filler = (leaf.leaf, True) if isinstance(leaf, WorkFiller) else (leaf, False)
             origin = origin_of(leaf)
             if path in slots and (origin or not number and isinstance(leaf, Tensor)):
                 leaf = StateLeaf(slots.index(path))
             elif origin and path in self.state:
                 place = self.final[self._source(origin)]
                 column = torch.tensor(0 if is_filler else place.column)
-                leaf = Picked(StateLeaf(place.leaf), column)
+                leaf = PickedRow(StateLeaf(place.leaf), column)
             elif origin:
                 leaf = self._computed(self._source(origin))
             elif path in self.fill[number]:

@@ -1,4 +1,4 @@
-"""What a loop computes between its blocks, as parts of the blocks' programs.
+"""Work between the blocks of a loop, as parts of the blocks' programs.
 
 for block in blocks:                call k: block(x) and its works. Blocks of one kind run all works
     y = block(x)                    of their kind, so that they stay one program: a route chooses
@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from ..compat.private_apis import _pytree as pytree
-from .between_blocks import Between, Filler, Origin, Recipe, RecordedStep, Ref, Work, apart
+from .between_blocks import (
+    Between,
+    BlockWork,
+    Origin,
+    RecordedStep,
+    StepOperand,
+    WorkFiller,
+    WorkRecipe,
+    apart,
+)
 from .block_routes import BlockCall
 
 
@@ -26,7 +35,7 @@ class _OwnWork(NamedTuple):
     outs: its results' numbers, by those that all recorded steps have. sizes: each step's results.
     """
 
-    recipe: Recipe
+    recipe: WorkRecipe
     inputs: list[Any]
     outs: dict[int, int]
     results: list[Any]
@@ -117,13 +126,17 @@ class CallsWithWorks:
                 return x
             if isinstance(x, Between) and x.origin[0] == block:
                 number = x.origin[1]
-                return Ref("result", number) if number < start else Ref("step", outs[number])
+                return (
+                    StepOperand("result", number)
+                    if number < start
+                    else StepOperand("step", outs[number])
+                )
             for kind, values in (("argument", call.leaves), ("input", inputs)):
                 for i, value in enumerate(values):
                     if value is x or _origin(value) == _origin(x) != None:  # noqa: E711
-                        return Ref(kind, i)
+                        return StepOperand(kind, i)
             inputs.append(x)
-            return Ref("input", len(inputs) - 1)
+            return StepOperand("input", len(inputs) - 1)
 
         number = start
         for place, step in enumerate(steps):
@@ -134,7 +147,7 @@ class CallsWithWorks:
                     outs[number + i] = len(results)
                     results.append(x)
             number += len(step.results)
-        return _OwnWork(Recipe(tuple(recorded)), inputs, outs, results, sizes)
+        return _OwnWork(WorkRecipe(tuple(recorded)), inputs, outs, results, sizes)
 
     @cached_property
     def own(self) -> list[_OwnWork]:
@@ -164,7 +177,7 @@ class CallsWithWorks:
     def _works(self, block: int) -> list[int]:
         """Return, for the works of a block's group, the block that each is taken from."""
         assert self.groups is not None
-        found: dict[int, Recipe] = {}
+        found: dict[int, WorkRecipe] = {}
         for other, group in enumerate(self.groups):
             recipe = self.own[other].recipe
             if group == self.groups[block] and recipe.steps and recipe not in found.values():
@@ -210,7 +223,7 @@ class CallsWithWorks:
 
     def _call(self, block: int) -> BlockCall:
         call, results = self.plain[block], self.plain[block].results
-        works, fillers = list[Work](), set[int]()
+        works, fillers = list[BlockWork](), set[int]()
         leaves, reads = [*results.leaves], [*results.reads]
         at = len(call.leaves)
         for other in self._works(block):
@@ -218,16 +231,16 @@ class CallsWithWorks:
             is_own = own.recipe == self.own[block].recipe
             inputs = (self.own[block] if is_own else own).inputs
             if not is_own:
-                inputs = [Filler(self._converted(x)) for x in inputs]
+                inputs = [WorkFiller(self._converted(x)) for x in inputs]
             first = at + 1  # the recipe is a leaf, too
 
-            def reads_of(ref: Ref, first: int = first) -> frozenset[int]:
+            def reads_of(ref: StepOperand, first: int = first) -> frozenset[int]:
                 if ref.kind == "result":
                     return results.reads[ref.number]
                 return frozenset([ref.number + (first if ref.kind == "input" else 0)])
 
             rows = _rows_of_inputs(own, self.plain[other])
-            works.append(Work(own.recipe, tuple(map(self._converted, inputs)), rows))
+            works.append(BlockWork(own.recipe, tuple(map(self._converted, inputs)), rows))
             at = first + len(inputs) + len(rows)
             fillers |= set() if is_own else {*range(len(leaves), len(leaves) + len(own.results))}
             leaves += own.results
@@ -270,11 +283,11 @@ def _with_own_numbers(works: Sequence[_OwnWork]) -> list[_OwnWork]:
                     # A tensor [] does not change the type of others with dimensions.
                     dtype = like.dtype if not like.dim() else torch.float64
                     inputs.append(torch.tensor(x, dtype=dtype))
-                    x = Ref("input", len(inputs) - 1)
+                    x = StepOperand("input", len(inputs) - 1)
                 own.append(x)
             at += work.sizes[step]
             steps.append((function, tuple(own), tree))
-        found.append(work._replace(recipe=Recipe(tuple(steps)), inputs=inputs))
+        found.append(work._replace(recipe=WorkRecipe(tuple(steps)), inputs=inputs))
     return found
 
 
@@ -284,7 +297,7 @@ def _is_number(function: Any, x: object) -> bool:
 
 
 def _is_filler(x: object) -> bool:
-    return isinstance(x, Filler)
+    return isinstance(x, WorkFiller)
 
 
 def _origin(x: object) -> Origin | None:

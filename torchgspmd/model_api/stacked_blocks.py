@@ -26,7 +26,7 @@ from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
 from .alike import Alike
-from .between_blocks import Picked, Work
+from .between_blocks import BlockWork, PickedRow
 from .block_calls import check_weights, of_blocks, separate
 from .block_hooks import leaves_of, seen_by_hooks
 from .block_loops import BlockLoop, BlockPlace, loop_by_index
@@ -257,7 +257,7 @@ class StackedBlocks(nn.Module):
         if (route := shared.route) is not None:
             args, kwargs, works = route.arguments(cast(Any, x), shared.args, kwargs, works)
         else:
-            args, kwargs = Picked.all_values((args, kwargs))
+            args, kwargs = PickedRow.all_values((args, kwargs))
         inner = self.inner_hooks if shared.has_called_hooks else None
         with in_block():
             with seen_by_hooks(block, inner) as seen:
@@ -265,7 +265,7 @@ class StackedBlocks(nn.Module):
             if route is None:
                 return y
             leaves = [*pytree.tree_leaves(y), *leaves_of(seen)]
-            values = Work.all_results(works, (args, kwargs), leaves)
+            values = BlockWork.all_results(works, (args, kwargs), leaves)
             return route.after(cast(Any, x), values, shared.choices)
 
     def _stacked(self, stack: int, tensors: Sequence[Tensor]) -> Tensor:

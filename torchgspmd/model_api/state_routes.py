@@ -1,6 +1,6 @@
-"""What a block does with the state: the values that pass from block to block.
+"""How the state follows from a block: the values that pass from block to block.
 
-state 0: x [rows, m]                    Route((2, Choice((1, 3)), Column(1)))
+state 0: x [rows, m]                    Route((2, RouteChoice((1, 3)), RouteColumn(1)))
 state 1: total [], once for each row    x is the block's result 2; total is result 1 or 3; the
 state 2: kept [rows, columns, ...]      last is a column of results 1
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
-from .between_blocks import Origin, Picked, Work
+from .between_blocks import BlockWork, Origin, PickedRow
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StateLeaf:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RouteChoice:
     """Numbers of a block's results, and None for the value before: a tensor [] says which."""
 
     options: tuple[int | None, ...]
@@ -40,7 +40,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Column:
+class RouteColumn:
     """The number of a block's result, which a tensor keeps as one of its columns, or as none."""
 
     result: int
@@ -64,14 +64,14 @@ class Route:
     lifted: leaves that have no batch rows. The state has them once for each row.
     """
 
-    results: tuple[int | Choice | Column | None, ...]
+    results: tuple[int | RouteChoice | RouteColumn | None, ...]
     lifted: frozenset[int] = frozenset()
 
     def arguments(self, state: Sequence[Tensor], *arguments: object) -> Any:
         """Return the arguments of a block for a state."""
         values = [x[0] if i in self.lifted else x for i, x in enumerate(state)]
         filled = pytree.tree_map_only(StateLeaf, lambda slot: values[slot.number], arguments)
-        return Picked.all_values(filled)
+        return PickedRow.all_values(filled)
 
     def after(self, state: Sequence[Tensor], values: Sequence[Any], choices: Any = ()) -> list[Any]:
         """Return the state behind a block with these results."""
@@ -94,7 +94,7 @@ class Route:
         return found
 
 
-class Place(NamedTuple):
+class FinalPlace(NamedTuple):
     """Where the last state has a value: a leaf, and its column."""
 
     leaf: int
@@ -121,7 +121,7 @@ class SharedArguments(NamedTuple):
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
     route: Route | None = None
-    works: tuple[Work, ...] = ()
+    works: tuple[BlockWork, ...] = ()
     choices: tuple[Tensor, ...] = ()
     has_called_hooks: bool = False
 
@@ -136,7 +136,7 @@ class EachArguments(tuple[SharedArguments, ...]):
 
 
 @dataclass
-class Columns:
+class StateColumns:
     """Values of one kind, as columns of a leaf of the state: [rows, columns, ...].
 
     like: such a value. leaf: the number in the state. is_lifted: whether they have no batch rows.
