@@ -66,7 +66,7 @@ class Loop(nn.Module):
         self.rate = nn.Parameter(torch.rand(WIDTH).double())
         self.start = nn.Parameter(torch.rand(BATCH, WIDTH).double())
 
-    def forward(self, x: Tensor, g: Tensor, k: Tensor) -> Tensor:
+    def run(self, x: Tensor, g: Tensor, k: Tensor) -> list[Tensor]:
         rows = [*zip(x.unbind(1), torch.sigmoid(g * self.rate).unbind(1), (k / 2).unbind(1))]
         rows, results = rows[::-1] if self.backwards else rows, []
         zero = torch.zeros(BATCH, WIDTH, dtype=torch.complex128 if self.step is turned else DOUBLE)
@@ -80,8 +80,19 @@ class Loop(nn.Module):
             else:
                 states = self.step(states, *row)
             results.append(states[0].real if self.step is turned else sum(states))
+        return results
+
+    def forward(self, x: Tensor, g: Tensor, k: Tensor) -> Tensor:
+        results = self.run(x, g, k)
         y = torch.stack(results[::-1] if self.backwards else results, 1)
         return (y * k).square().mean() + self.start.sum()
+
+
+class Last(Loop):
+    """Reads the last state alone, as a classifier of sequences."""
+
+    def forward(self, x: Tensor, g: Tensor, k: Tensor) -> Tensor:
+        return self.run(x, g, k)[-1].square().mean() + self.start.sum()
 
 
 def sent(model: Loop, tokens: int, mesh: Mesh) -> float:
@@ -107,6 +118,21 @@ def test_states_are_sent(name: str, first: str, backwards: bool):
     # A map and a state, there and back; ends, gradients of the first state, the rate and the loss.
     maps = 2 * model.count * (2 if model.step is turned else model.count) * STATE
     assert bytes_sent <= 2 * (maps + 2 * STATE) + 12 * STATE + 2 * (WIDTH + 1) * 8
+
+
+LAST = [("gated", "zeros", False), ("gated", "given", True), ("momentum", "zeros", False)]
+LAST += [("rotated", "given", True), ("turned", "given", False), ("trend", "zeros", True)]
+
+
+@pytest.mark.parametrize("name, first, backwards", LAST)
+def test_the_last_state_alone_is_read(name: str, first: str, backwards: bool):
+    torch.manual_seed(0)
+    model = Last(name, first, backwards)
+    tokens = 24 if name == "gated" else 48
+    bytes_sent = sent(model, tokens, Mesh(seq=2))
+    # A map and a state, there and back; the last state, gradients of the first one and the rate.
+    maps = 2 * model.count * (2 if model.step is turned else model.count) * STATE
+    assert bytes_sent <= 2 * (maps + 2 * model.count * STATE) + 2 * (2 * STATE + WIDTH * 8 + 8)
 
 
 def test_tokens_that_shards_do_not_divide():

@@ -23,8 +23,8 @@ from ...fx_passes.expand.batched_op import may_batch
 from ...fx_passes.ir import Op
 from ...rules.algebra import constant_of
 from ...rules.ops.concat_slice import COPIES
-from .loop_ends import Column, is_sum
-from .parts import Family, Parts
+from .loop_ends import is_sum
+from .parts import Column, Family, Parts
 from .recurrence import Carry, Recurrence
 
 MOST_OPS = 2048
@@ -44,8 +44,10 @@ class Finder:
         end: fx.Node,
         guess: bool = True,
         choose: bool = False,
+        exact: bool = True,
     ) -> None:
         self.guess, self.guessed = guess, False  # the last iteration's next carries
+        self.exact = exact  # whether operations with other numbers differ
         self.choose, self.chosen = choose, dict[tuple[fx.Node, int], fx.Node]()
         self.parts, self.spans, self.reverse, self.count = parts, spans, reverse, parts.count
         self.begin, self.step = (self.count - 1, -1) if reverse else (0, 1)
@@ -161,14 +163,16 @@ class Finder:
     def _is_alike(self, template: tuple[Op, int], made: tuple[Op, int]) -> bool:
         """Return whether an operation is the template's, and reads parts where that reads some."""
         (op, result), (other, number), known = template, made, self.parts.families
-        keys = self.parts.keys
-        if keys[other.node] != keys[op.node] or number != result or other.node is op.node:
+        if self._key(other) != self._key(op) or number != result or other.node is op.node:
             return False
         for value, v in zip(op.operands, other.operands if self.choose else ()):
             families = {f for f in known.get(value, ()) if f.pieces}
             if families and families.isdisjoint(known.get(v, ())):
                 return self._is_zero(v)
         return True
+
+    def _key(self, op: Op) -> Hashable:
+        return op.key if self.exact else self.parts.keys[op.node]
 
     def _chooses(self, value: fx.Node, i: int, v: fx.Node | None) -> bool:
         """Note that an iteration at an end has another value; False if that is not asked for."""
@@ -272,10 +276,11 @@ class Finder:
         # The first iteration reads a constant in place of a carry.
         if span is None or made is None or span[0 if self.reverse else 1] != i:
             return "outer"
+        key = self._key(made[0])
         if depth == 0 or is_sum(made[0]):
-            return self.parts.keys[made[0].node], is_sum(made[0])
+            return key, is_sum(made[0])
         above = (self._signature(x, i, depth - 1) for x in made[0].operands)
-        return self.parts.keys[made[0].node], made[1], *above
+        return key, made[1], *above
 
     def _signatures(self, value: fx.Node, i: int) -> frozenset[Hashable]:
         return frozenset(self._signature(term, i, 3) for term in self._terms(value))
@@ -309,7 +314,7 @@ class Finder:
         sign, edge = self._signatures(again, self.at), 0 if self.reverse else 1
         found = [
             value
-            for value in self.parts.values_of.get(self.parts.keys[made[0].node], ())
+            for value in self.parts.values_of.get(self._key(made[0]), ())
             if self.spans.get(value, (-1, -1))[edge] == i and self._signatures(value, i) == sign
         ]
         # A loop that writes into a tensor ends with a write, and may compute the state behind it.

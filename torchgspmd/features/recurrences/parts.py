@@ -10,9 +10,10 @@ from torch import fx
 from ...fx_passes.expand.batched_op import may_batch
 from ...fx_passes.expand.undivided import Work
 from ...fx_passes.ir import Op
-from ...rules.ops.concat_slice import Pieces, pieces_taken
-from .loop_ends import Column
+from ...rules.ops.concat_slice import FEWEST_PARTS, Pieces, pieces_taken
 from .step_numbers import loose_key
+
+Column = tuple[fx.Node | None, ...]  # one value in all iterations; None: an end does without
 
 
 class Family(NamedTuple):
@@ -30,9 +31,11 @@ class Parts:
         self.makers = {v: (op, i) for op in work.ops for i, v in enumerate(op.results) if v}
         self.order = {node: i for i, node in enumerate(work.graph.nodes)}
         self.keys = {op.node: loose_key(op) for op in work.ops}
+        self.has_numbers = any(op.key != self.keys[op.node] for op in work.ops)
         self.values_of: dict[Hashable, list[fx.Node]] = {}  # by an operation's key
         for value, (op, _) in self.makers.items():
-            self.values_of.setdefault(self.keys[op.node], []).append(value)
+            for key in {op.key, self.keys[op.node]}:
+                self.values_of.setdefault(key, []).append(value)
         self.families: dict[fx.Node, dict[Family, int]] = {}  # part -> its number in families
         self.zeros: set[tuple[fx.Node, int]] = set()  # values that have zeros in a part
         members: dict[Family, dict[int, list[fx.Node]]] = {}
@@ -69,14 +72,20 @@ class Parts:
         return result
 
 
-def _parts_of(op: Op, count: int) -> Iterator[tuple[Family, int, fx.Node]]:
+def part_counts(work: Work) -> set[int]:
+    """Return the numbers of equal parts that values are cut into."""
+    cuts = {family.pieces for op in work.ops for family, _, _ in _parts_of(op) if family.pieces}
+    return {pieces.count for pieces in cuts if pieces.count >= FEWEST_PARTS}
+
+
+def _parts_of(op: Op, count: int | None = None) -> Iterator[tuple[Family, int, fx.Node]]:
     if len(op.operands) != 1 or not may_batch(op):
         return
     shape = op.operands[0].meta["val"].shape
     val = op.node.meta["val"]
     shapes = [t.shape for t in (val if isinstance(val, (tuple, list)) else (val,))]
     pieces = pieces_taken(op.node.target, op.node.args, op.rule, shape, shapes)
-    if pieces is None or pieces.count != count:
+    if pieces is None or count not in (None, pieces.count):
         return
     family = Family(op.operands[0], pieces._replace(indices=()))
     for i, value in zip(pieces.indices, op.results):

@@ -13,7 +13,7 @@ source   ours; batch_iterations.py has the algorithm's
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -29,8 +29,8 @@ from ...rules.ops.concat_slice import Pieces
 from .batch_iterations import batch_iterations
 from .find_chunks import Finder
 from .find_loops import loops_of, value_behind
-from .loop_ends import End, ends_of
-from .parts import Family, Parts
+from .loop_ends import End, ends_of, last_values
+from .parts import Family, Parts, part_counts
 from .recurrence import Recurrence
 from .step_numbers import numbers_of, row_of, with_tensors
 
@@ -40,7 +40,8 @@ def split_sequences(work: Work) -> bool:
     splitter = _Splitter(work)
     ends = [*ends_of(work)]
     splitter.ends = {end.node for end in ends}
-    for end in ends:
+    order = {node: i for i, node in enumerate(work.graph.nodes)}
+    for end in sorted((*ends, *splitter.last_values(ends)), key=lambda end: order[end.node]):
         splitter.split(end)
     splitter.split_loops()
     for end, result in splitter.results.items():
@@ -68,27 +69,41 @@ class _Splitter:
         """Compute the parts that are put together at once, if they are a recurrence."""
         if end.node in self.results:  # taken in another way
             return
-        count = end.count
-        parts = self.parts.get(count) or Parts(self.work, count)
-        self.parts[count] = parts
+        parts = self._parts_in(end.count)
+        if end.at is not None and any(not f.pieces for f in parts.families.get(end.node, ())):
+            return  # The loop has another end.
         spans = parts.spans(self.graph, self.ends)
-        for reverse in (False, True):
+        for reverse in (False, True) if end.at is None else (not end.at,):
             for one in end.aligned(spans, 0 if reverse else 1):
                 if self._split_from(one, parts, spans, reverse):
                     return
+
+    def last_values(self, ends: Sequence[End]) -> Iterator[End]:
+        """Yield the ends of loops of which the last iteration's values alone are read."""
+        joined = {v for end in ends for column in end.columns for v in column}
+        for count in sorted(part_counts(self.work)):
+            parts = self._parts_in(count)
+            spans = parts.spans(self.graph, self.ends)
+            yield from (end for end in last_values(parts, spans) if end.node not in joined)
+
+    def _parts_in(self, count: int) -> Parts:
+        if count not in self.parts:
+            self.parts[count] = Parts(self.work, count)
+        return self.parts[count]
 
     def _split_from(
         self, end: End, parts: Parts, spans: dict[fx.Node, tuple[int, int]], reverse: bool
     ) -> bool:
         """Compute the parts at once that lead to an end's columns, if that is possible."""
-        guessed = False
-        for guess, choose in ((True, False), (False, False), (True, True)):
-            if guess or guessed:
-                finder = Finder(parts, spans, reverse, end.node, guess, choose)
-                found = finder.find(end.columns) and self._is_sharded(finder)
-                if found and self._batch(finder, end):
-                    return True
-                guessed = finder.guessed and not found
+        for exact in (True, False) if parts.has_numbers else (True,):
+            guessed = False
+            for guess, choose in ((True, False), (False, False), (True, True)):
+                if guess or guessed:
+                    finder = Finder(parts, spans, reverse, end.node, guess, choose, exact)
+                    found = finder.find(end.columns) and self._is_sharded(finder)
+                    if found and self._batch(finder, end):
+                        return True
+                    guessed = finder.guessed and not found
         return False
 
     def _batch(self, finder: Finder, end: End) -> bool:
@@ -105,7 +120,7 @@ class _Splitter:
                 return False
             new |= {value: new[node] for value, node in chosen.items() if node in new}
             results = [
-                _added(self.graph, lambda x: _joined(x, end.pieces), new[value])
+                _added(self.graph, lambda x: _joined(x, end), new[value])
                 for column in end.columns
                 if (value := column[finder.at]) is not None
             ]
@@ -130,7 +145,8 @@ class _Splitter:
         zeros = sorted(found.vanishing, key=lambda end: (order[end[0]], end[1]))
         own = dict[tuple[fx.Node, int], fx.Node | None](finder.chosen)
         own |= {end: None for end in zeros if end not in own and not found.vanishes(*end)}
-        if any(value not in found.makers for value, _ in own):
+        late = (v for v in own.values() if v and order.get(v, 0) >= finder.before)
+        if any(value not in found.makers for value, _ in own) or any(late):
             return None
         for (value, i), other in own.items():
             is_end = _added(self.graph, lambda x: x.new_zeros((), dtype=torch.bool), value)
@@ -288,12 +304,12 @@ def _is_one_of_few(value: fx.Node) -> bool:
     return value.target is operator.getitem and len(value.all_input_nodes[0].users) <= 2
 
 
-def _joined(x: Tensor, pieces: Pieces | None) -> Tensor:
-    if pieces is None:
-        return x.sum(0)
-    d = pieces.dim
+def _joined(x: Tensor, end: End) -> Tensor:
+    if end.pieces is None:
+        return x.sum(0) if end.at is None else x.select(0, end.at)
+    d = end.pieces.dim
     x = x.movedim(0, d)
-    return x.flatten(d, d + 1) if pieces.width else x
+    return x.flatten(d, d + 1) if end.pieces.width else x
 
 
 def _added(graph: fx.Graph, function: Callable, *values: fx.Node) -> fx.Node:
