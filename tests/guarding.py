@@ -71,6 +71,7 @@ EXPLORING = {
     "soak::test_a_process_ends_by_itself": 1,
     "stages::test_code_gives_its_numbers": 1,
     "stages::test_stages_are_fastest_on_slow_links": 0,
+    "step_numbers": 1,
     "steps": 1,
     "suggest::test_arguments_by_keyword": 1,
     "suggest::test_it_finds_what_trying_everything_finds": 1,
