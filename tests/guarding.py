@@ -76,6 +76,7 @@ EXPLORING = {
     "stages::test_stages_are_fastest_on_slow_links": 0,
     "states_in_parts": 1,
     "states_in_parts::test_a_plan_says_how_states_are_stored": 0,
+    "step_numbers": 1,
     "steps": 1,
     "suggest::test_arguments_by_keyword": 1,
     "suggest::test_it_finds_what_trying_everything_finds": 1,

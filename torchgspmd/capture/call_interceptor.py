@@ -71,7 +71,7 @@ class CallInterceptor(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor):  # these read numbers without asking the object
             args, kwargs = specialize_tree(args), specialize_tree(kwargs)
             with self:
-                array = tensor_of(*args[:1], kwargs.get("dtype"), kwargs.get("device"))
+                array = tensor_of(*args[:1], dtype=kwargs.get("dtype"), device=kwargs.get("device"))
             if array is not DECLINED:
                 return array if func is torch.as_tensor else array.clone()
         if func in _BACKWARDS:

@@ -232,10 +232,8 @@ class _Search:
         for block, call in enumerate(self.calls):
             leaves = call.results.leaves
             like = leaves[number] if number < len(leaves) else None
-            is_like = isinstance(like, Tensor) and (like.shape, like.dtype) == (
-                each.like.shape,
-                each.like.dtype,
-            )
+            kind = None if each.like is None else (each.like.shape, each.like.dtype)
+            is_like = isinstance(like, Tensor) and (like.shape, like.dtype) == kind
             if groups[block] not in with_columns or not is_like:
                 found.append(None)
                 continue

@@ -86,8 +86,9 @@ class Effects:
     def _restore(self) -> None:
         for table, entries in self.tables:
             if isinstance(table.container, LISTS):
-                if len(table.container) != len(entries):
-                    table.container[:] = entries.values()
+                items: Any = table.container
+                if len(items) != len(entries):
+                    items[:] = entries.values()
                 continue
             for step, value in table.entries().items():
                 if value is not entries.get(step, self):

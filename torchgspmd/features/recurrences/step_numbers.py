@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import aten
+from ...compat.private_apis import OpOverload
 from ...fx_passes.ir import Op, operands_of, signature
 
 Number = int | float
@@ -33,7 +34,7 @@ def loose_key(op: Op) -> Hashable:
 def number_places(op: Op) -> tuple[int, ...]:
     """Return the places of numbers that may be tensors. The result is as exact with them."""
     node, val = op.node, op.node.meta["val"]
-    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(val, Tensor):
+    if not isinstance(node.target, OpOverload) or not isinstance(val, Tensor):
         return ()
     kinds = [str(a.type) for a in node.target._schema.arguments]
     places = tuple(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,6 @@ def linear_sum_assignment(cost: Tensor, maximize: bool) -> tuple[Tensor, Tensor]
 
 @linear_sum_assignment.register_fake
 def _(cost: Tensor, maximize: bool) -> tuple[Tensor, Tensor]:
-    count = torch.sym_min(*cost.shape)
+    count: Any = torch.sym_min(*cost.shape)
     rows, columns = (cost.new_empty(count, dtype=torch.int64) for _ in range(2))
     return rows, columns
