@@ -169,7 +169,7 @@ class Prints:
 
     @contextmanager
     def on_side(self, flag: Tensor | None) -> Iterator[None]:
-        """Let rows count only in a run whose flag [], bool, is True. None: add no rows."""
+        """Count rows only in a run whose flag [], bool, is True. None: add no rows."""
         before = self.path, self.is_silent
         if flag is None:
             self.is_silent = True

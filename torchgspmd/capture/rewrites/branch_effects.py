@@ -1,4 +1,4 @@
-"""What a side of a branch on a value leaves behind, other than names.
+"""Tensors that a side of a branch on a value leaves in attributes and buffers.
 
     if y.sum() > 0:             y = cond(..., y), and so are norm.running_mean, norm.running_var
         y = self.norm(y)        and norm.num_batches_tracked: they are written behind the branch
@@ -28,7 +28,7 @@ TRACE: ContextVar[tuple[_Ask, Callable[[], list], Any]] = ContextVar("TRACE")
 
 
 class Effects:
-    """What the sides of a branch leave in attributes and buffers: results as names are."""
+    """Attributes and buffers that sides of a branch change: results, as names are."""
 
     def __init__(self) -> None:
         self.tables = [(table, table.entries()) for table in TRACE.get()[1]()]
@@ -38,7 +38,7 @@ class Effects:
     def run(
         self, side: Callable[..., tuple], before: Sequence[object], is_traced: bool = False
     ) -> tuple[tuple, dict]:
-        """Run a side; return its results and what it has left, which the tables do not keep.
+        """Run a side; return its results and the entries that it changed, which are put back.
 
         Where it is not traced, its operations are dropped: it is run for the kinds of its values,
         and raises ShardingError for other effects.
@@ -98,7 +98,7 @@ class Effects:
         return [str(self.tables[i][0].source.at(step)) for i, step in self.places]
 
     def values(self, left: dict[tuple[int, Any], object]) -> list[object]:
-        """Return the values at all places behind a side: what it has left, or what was there."""
+        """Return the values at all places behind a side: those that it left, or those before."""
         return [left.get((i, step), self.tables[i][1][step]) for i, step in self.places]
 
     def apply(self, after: Sequence[object]) -> None:

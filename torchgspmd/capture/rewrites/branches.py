@@ -215,7 +215,7 @@ def _traced(
 
 
 def _is_raised_by_program(error: Exception) -> bool:
-    """Return whether a `raise` of the program is what raised an error."""
+    """Return whether a `raise` of the program raised an error."""
     trace = innermost_frame_of(error)
     return not isinstance(error, ShardingError) and trace is not None and trace.tb_next is None
 
