@@ -3,8 +3,8 @@
     h1 = max(h + a, b)           h1 = logaddexp(h + a, b)           h1 = logsumexp(h + A, 0) + b
 
 An operation passes on a sum, here a maximum, if f(max(x, y)) = max(f(x), f(y)). Forms that the
-tables below lack are replaced by others: `relu` by a maximum with zeros, the operations that
-`logsumexp` was decomposed into by the one, and `h + 1` by a sum of two tensors.
+tables below lack are replaced by others: `relu` by a maximum with zeros, and `h + 1` by a sum of
+two tensors. The operations that `logsumexp` was decomposed into become one again.
 """
 
 from __future__ import annotations
