@@ -432,6 +432,7 @@ sample(
     ),
     unsymmetric(5, 3, 3),
 )
+sample([ours.linear_sum_assignment.default], lambda: torch.rand(3, 5), False)
 sample([aten._linalg_svd.default], definite(5, 3, 3), False, False)
 sample(aten._linalg_eigh.default, definite(5, 3, 3), "L", False)
 sample(aten.linalg_eig.default, definite(5, 3, 3))

@@ -79,6 +79,7 @@ plan torch.fx.experimental.symbolic_shapes: ShapeEnv
 plan torch.fx.experimental.symbolic_shapes.ShapeEnv: bound_sympy deferred_runtime_asserts
     evaluate_expr var_to_range
 - torch: _numpy | programs that compute with NumPy's arrays
+- torch._numpy: _dtypes _dtypes_impl | the same
 - torch._C._nn: pad_sequence | pad_sequence of sizes that depend on values
 plan torch._C._functorch: CVmapInterpreterPtr _add_batch_dim get_interpreter_stack get_unwrapped
     is_functorch_wrapped_tensor peek_interpreter_stack

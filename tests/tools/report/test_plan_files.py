@@ -175,10 +175,10 @@ def test_a_program_that_is_not_that_of_its_source_is_not_run(path):
         again.simulate(x)
 
 
-@pytest.mark.parametrize("version", [b'{"format": 2, "mesh": "data=2"}', b'{"format": 8, "a": 1}'])
+@pytest.mark.parametrize("version", [b'{"format": 2, "mesh": "data=2"}', b'{"format": 9, "a": 1}'])
 def test_another_format_is_named(path, version):
     path.write_bytes(version)
-    with pytest.raises(gspmd.ShardingError, match="its format is [28], that of this version 7"):
+    with pytest.raises(gspmd.ShardingError, match="its format is [29], that of this version 8"):
         Plan.load(path)
 
 

@@ -29,16 +29,16 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, adds=False, layers=4):
+    def __init__(self, turned=False, layers=4):
         super().__init__()
         self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.layers = nn.ModuleList(Block() for _ in range(layers))
-        self.adds = adds
+        self.turned = turned
 
     def forward(self, tokens, labels):
         x = self.table(tokens)
-        for layer in self.layers:
-            x = x + layer(x) if self.adds else layer(x)
+        for layer in reversed(self.layers) if self.turned else self.layers:
+            x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
@@ -107,7 +107,7 @@ def test_code_gives_its_numbers(mesh, memory):
 
 
 def test_layers_that_are_no_chain_are_not_in_stages():
-    tried = search_of(Net(adds=True), batch())
+    tried = search_of(Net(turned=True), batch())
     tried.deadline = math.inf
     tried._try_stages(Mesh(data=4, model=1), Marks())
     assert not tried.tried
