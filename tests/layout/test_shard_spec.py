@@ -228,3 +228,16 @@ def test_specs_that_do_not_fit(spec, shape, text):
 def test_check_returns_the_spec():
     spec = ShardSpec.parse("data? model")
     assert spec.check(MESH, (4, 8)) is spec
+
+
+@pytest.mark.parametrize("entries", [{"open": (True,)}, {"windows": (None,)}, {"parts": (2,)}])
+def test_each_dimension_has_an_entry(entries):
+    with pytest.raises(ValueError, match="has no entry for each of 2 dimensions"):
+        ShardSpec((("data",), ()), **entries)
+
+
+def test_a_stack_has_one_more_dimension():
+    spec = ShardSpec((("data",), ()), open=(True, False), priorities=(1, 0), parts=(1, 2))
+    assert spec.stacked() == ShardSpec(
+        ((), ("data",), ()), open=(False, True, False), priorities=(0, 1, 0), parts=(1, 1, 2)
+    )

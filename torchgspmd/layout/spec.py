@@ -61,6 +61,9 @@ class ShardSpec(metaclass=Interned):
     parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("open", "windows", "priorities", "parts"):
+            if len(getattr(self, name)) not in (0, len(self.dims)):
+                raise ValueError(f"{name} has no entry for each of {len(self.dims)} dimensions")
         # Defaults in full, so that equal layouts have equal fields.
         if not self.open:
             object.__setattr__(self, "open", (False,) * len(self.dims))
@@ -212,6 +215,20 @@ class ShardSpec(metaclass=Interned):
         """
         dims = (*self.dims[:dim], axes, *self.dims[dim + 1 :])
         return ShardSpec(dims, self.open, self.pending, self.reduction, self.windows)
+
+    def stacked(self) -> ShardSpec:
+        """Return the layout of several such tensors, stacked in front.
+
+        Returns:
+            The spec, with one more dimension, which is whole.
+
+        Example:
+            >>> str(ShardSpec.parse("data _").stacked())
+            '_ data _'
+        """
+        own = (self.open, False), (self.windows, None), (self.priorities, 0), (self.parts, 1)
+        opened, *others = ((nothing, *values) if values else () for values, nothing in own)
+        return ShardSpec(((), *self.dims), opened, self.pending, self.reduction, *others)
 
     def window(self, dim: int) -> Window | None:
         """Return the rows that a device holds in place of a dimension's shard.

@@ -169,6 +169,17 @@ def test_a_file_and_a_certificate(tmp_path: Path) -> None:
     assert plan.verify()
 
 
+def test_a_file_with_loops_over_layers(tmp_path: Path) -> None:
+    """A loop in two parts stacks rows, whose layouts have one more dimension."""
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8))
+    mesh = gspmd.Mesh(stage=2, data=2)
+    model = gspmd.pipeline(layers, mesh, microbatches=4, schedule="dualpipev", loss=F.mse_loss)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    plan = gspmd.plan(model, x, target=y, mesh=mesh, grad=True)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json", model).text() == plan.text()
+
+
 def test_a_schedule_with_pairs() -> None:
     order = Order.parse("dualpipev 2x4 rounds 2 vee joint")
     assert_expected_inline(

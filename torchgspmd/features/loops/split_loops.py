@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 
 from torch import fx
 
@@ -156,7 +155,7 @@ def _stacked(loop: fx.Node, i: int, like: fx.Node) -> fx.Node:
         if like.meta.get(name) is not None:
             result.meta[name] = (length, *like.meta[name])
     if (spec := like.meta.get("spec")) is not None:
-        result.meta["spec"] = replace(spec, dims=((), *spec.dims))
+        result.meta["spec"] = spec.stacked()
     return result
 
 
