@@ -29,6 +29,7 @@ UNSAFE = torch.Tag.cudagraph_unsafe
 # Operations without a kernel on the card; experts have one in bfloat16 alone.
 EXPERTS = {"grouped_mm", "grouped_outer", "block_mm", "block_outer"}
 WAITING = {*EXPERTS, "ctc_losses", "flex_attention", "flex_attention_backward", "token_order"}
+WAITING |= {"linear_sum_assignment"}  # SciPy's, on the host
 WAITING |= {f"flex_attention_backward_{count}" for count in range(1, 5)}  # learned buffers
 
 

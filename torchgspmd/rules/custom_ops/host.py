@@ -10,7 +10,7 @@ from torch import Tensor
 from ...compat.operators import custom_op
 
 
-@custom_op("linear_sum_assignment")
+@custom_op("linear_sum_assignment", tags=(torch.Tag.cudagraph_unsafe,))
 def linear_sum_assignment(cost: Tensor, maximize: bool) -> tuple[Tensor, Tensor]:
     """Return SciPy's rows and columns [min(m, n)], int64, for costs [m, n]."""
     from scipy.optimize import linear_sum_assignment as assign
