@@ -2,8 +2,8 @@
 
     python benchmarks/pair_losses.py [--devices 2 8] [--rows 512] [--width 32]
 
-Each device has `rows` rows of two views. Printed: what a device sends in a step, over the bytes of
-one gather and one reduce_scatter of one view, and the peak of its memory in MiB.
+Each device has `rows` rows of two views. Printed are the bytes that a device sends in a
+step, over those of one gather and one reduce_scatter of one view, and its peak memory in MiB.
 """
 
 from __future__ import annotations

@@ -45,3 +45,20 @@ def check(alone, model, mesh, *args):
     found, gradients = plan.simulate(*args)
     torch.testing.assert_close(found, loss.detach(), **EXACT)
     check_gradients(model, gradients, alone)
+
+
+def check_planned(model, mesh, batch, alone, loss):
+    """Compare a plan's loss and gradients, by their names in state_dict, with one device's."""
+    x, labels = batch
+    specs = ("data _ _", "data") if "data" in mesh.names else None
+    plan = gspmd.plan(model, x, labels, mesh=mesh, in_specs=specs, grad=True)
+    found, gradients = plan.simulate(x, labels)
+    torch.testing.assert_close(found, loss.detach(), **EXACT)
+    named = copy.deepcopy(model)
+    for name, parameter in named.named_parameters():
+        gradient = gradients.get(name)
+        parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
+    named = named.state_dict()
+    for name, parameter in alone.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(named[name], parameter.grad, **EXACT, msg=name)

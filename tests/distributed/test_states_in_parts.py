@@ -1,4 +1,4 @@
-"""States of whole matrices that are stored in parts without a mark: numbers, and what is saved."""
+"""States of whole matrices that are stored in parts without a mark: numbers and checkpoints."""
 
 import copy
 import tempfile

@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelined import EXACT, check_planned
 from torch import nn
 
 import torchgspmd as gspmd
 
 WIDTH, LENGTH, BATCH = 4, 5, 8
-EXACT = {"rtol": 1e-9, "atol": 1e-12}  # float64
 
 # What a loop does with block i's argument x, result y and second value v: a new x. `kept` is read
 # behind the loop, and adds to the loss.
@@ -72,7 +72,7 @@ class Model(nn.Module):
 
 
 def draws(count):
-    """Return what a loop does, layers, how it is staged, the mesh, and options."""
+    """Draw a loop's work, its number of layers, its stages, the mesh, and options."""
     found = []
     for seed in range(count):
         draw = random.Random(seed)
@@ -107,18 +107,7 @@ def test_a_loop_that_computes_between_blocks(does, layers, make, mesh, repeats, 
         gspmd.annotate(other, mesh, {"layers.*.up.weight": "model _"})
     elif "data" in mesh.names and is_stored:  # ZeRO
         gspmd.annotate(other, mesh, {"layers.*.up.weight": "data _"})
-    specs = ("data _ _", "data") if "data" in mesh.names else None
-    plan = gspmd.plan(other, x, labels, mesh=mesh, in_specs=specs, grad=True)
-    found, gradients = plan.simulate(x, labels)
-    torch.testing.assert_close(found, expected.detach(), **EXACT)
-    named = copy.deepcopy(other)
-    for name, parameter in named.named_parameters():
-        gradient = gradients.get(name)
-        parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
-    named = named.state_dict()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(named[name], parameter.grad, **EXACT, msg=name)
+    check_planned(other, mesh, (x, labels), model, expected)
 
 
 class Noting(Block):
@@ -172,7 +161,7 @@ class Setting(Block):
 
 
 def test_values_in_attributes():
-    """A block's attribute is an error; what the loop keeps in one is forgotten."""
+    """A tensor in a block's attribute is an error. The loop's attributes end with the step."""
     torch.manual_seed(0)
     x, labels = torch.randn(BATCH, LENGTH, WIDTH), torch.randint(3, (BATCH,))
     mesh = gspmd.Mesh(stage=2)

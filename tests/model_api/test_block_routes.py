@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelined import EXACT, check_planned
 from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.layout.mark import raw_mark
 
 WIDTH, LENGTH, BATCH = 4, 5, 8
-EXACT = {"rtol": 1e-9, "atol": 1e-12}  # float64
 
 
 class Mixed(nn.Module):
@@ -184,18 +184,7 @@ def check(kind, loop, layers, make, mesh, **options):
     assert other.state_dict().keys() == model.state_dict().keys()
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(other(x, labels), expected, **EXACT)
-    specs = ("data _ _", "data") if "data" in mesh.names else None
-    plan = gspmd.plan(other, x, labels, mesh=mesh, in_specs=specs, grad=True)
-    found, gradients = plan.simulate(x, labels)
-    torch.testing.assert_close(found, expected.detach(), **EXACT)
-    named = copy.deepcopy(other)
-    for name, parameter in named.named_parameters():
-        gradient = gradients.get(name)
-        parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
-    named = named.state_dict()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(named[name], parameter.grad, **EXACT, msg=name)
+    check_planned(other, mesh, (x, labels), model, expected)
     return other
 
 
