@@ -67,7 +67,9 @@ class Arguments:
                 yield torch.randint(3, max(vocabulary, 5), (BATCH * books, LENGTH))
 
     def side(self) -> tuple[int, int]:
-        size = setting(self.config, "image_size", "img_size", "input_size", first=SEES)
+        size = setting(
+            self.config, "image_size", "img_size", "max_img_size", "input_size", first=SEES
+        )
         if size is None:
             size = 64
         return (size, size) if isinstance(size, int) else tuple(size)[-2:]
@@ -184,6 +186,7 @@ class Arguments:
             r"state": lambda: [
                 torch.randn(BATCH, setting(self.config, "max_state_dim", default=32))
             ],
+            r".*features?_mask|feature_attention_mask": lambda: [torch.ones(BATCH, 64).long()],
             r".*attention_mask|padding_mask": lambda: [torch.ones(BATCH, LENGTH).long()],
             r"position_ids": lambda: [torch.arange(LENGTH).expand(BATCH, -1)],
             r"input_points": lambda: [torch.rand(BATCH, 1, 2, 2)],
@@ -236,7 +239,7 @@ SETS = (  # names beside those that forward requires; "main" is the class's main
 
 def transformers_inputs(model: nn.Module, arguments: Arguments) -> Iterator[dict[str, Any]]:
     """Yield arguments by the names in forward's signature: of each set of names the likeliest
-    values together, then all values of each name beside the likeliest of the others."""
+    values, and all values of each name beside them; then the second values of all, and so on."""
     names = arguments.names
     needed = {
         n
@@ -257,12 +260,13 @@ def transformers_inputs(model: nn.Module, arguments: Arguments) -> Iterator[dict
         if chosen and chosen not in tried:
             tried.append(chosen)
     for chosen in tried:
-        for turn in range(max(len(made[n]) for n in chosen)):
+        likeliest = {n: made[n][0] for n in sorted(chosen)}
+        yield likeliest
+        for name, other in ((n, o) for n in likeliest for o in made[n][1:]):
+            yield likeliest | {name: other}
+    for chosen in (c for c in tried if len(c) > 1):
+        for turn in range(1, max(len(made[n]) for n in chosen)):
             yield {n: made[n][min(turn, len(made[n]) - 1)] for n in sorted(chosen)}
-    for chosen in tried:
-        if len(chosen) > 1:
-            for name, other in ((n, o) for n in sorted(chosen) for o in made[n][1:]):
-                yield {n: made[n][0] for n in sorted(chosen)} | {name: other}
 
 
 # ------------------------------------------------------------------------- what a message asks for
@@ -272,6 +276,7 @@ SIZES = (  # of the last dimension: the one there is, and the one wanted
     r"normalized_shape=\[(?P<want>\d+)\], .* size\[.*, (?P<got>\d+)\]",
     r"to have (?P<want>\d+) channels, but got (?P<got>\d+) channels",
     r"Expected (?P<want>\d+), got (?P<got>\d+)",
+    r"size of tensor a \((?P<got>\d+)\) must match the size of tensor b \((?P<want>\d+)\)",
     r"dimension of the inputs: (?P<got>\d+) .*: (?P<want>\d+)",
 )
 PLACEHOLDERS = r"^(image|video|audio|speech)_token_(id|index)$"
@@ -331,7 +336,7 @@ def running_arguments(model: nn.Module) -> dict[str, Any]:
         if time.process_time() - start > PATIENCE:
             break
         attempt: dict[str, Any] | None = kwargs
-        for _ in range(3):
+        for _ in range(4):
             shapes = str({n: getattr(v, "shape", v) for n, v in attempt.items()})
             if shapes in seen:
                 break

@@ -39,7 +39,7 @@ TRIED = (
     *(Widths(), Widths(4, 8), Widths(1, 8), Widths(2, 2), Widths(4, 8, True), Widths(1, 8, True)),
     *(Widths(1, 2), Widths(2, 2, True), Widths(1, 1)),
 )
-LARGEST_IMAGE, IMAGES = 256, r"^(image_size|img_size|input_size|crop_size)$"
+LARGEST_IMAGE, IMAGES = 256, r"^((max_)?(image|img)_size|input_size|crop_size)$"
 LAYERS = r"layers?$|^depth$|^n_layer|num_blocks$|_depth$"
 HEADS = r"heads?$|^n_groups$|_groups$"
 OF_A_HEAD = (
@@ -149,7 +149,8 @@ def several(name: str, values: list[int], by: Widths) -> list[int]:
         depth = 8 if by.whole else 1
         return [min(v, depth) if name == "depths" else width(name, v, by) for v in values]
     make = next((make for p, make in SEVERAL if re.search(p, name)), lambda i: 1 << 30)
-    return [min(v, make(i)) for i, v in enumerate(values)]
+    ranks = {v: i for i, v in enumerate(sorted(set(values)))}  # lists in other orders agree
+    return [min(v, make(ranks[v])) for v in values]
 
 
 def items(name: str, values: list, count: int, kept: list[int], stages: int, by: Widths) -> list:
@@ -180,11 +181,9 @@ def shrink(config, by: Widths) -> None:
             shrink(value, by)
         elif isinstance(value, dict) and name.startswith("rope"):
             setattr(config, name, sections(value, by))
-        elif (
-            isinstance(value, list | tuple)
-            and value
-            and not (is_timm(config) and "_indices" in name)
-        ):
+        elif is_timm(config) and "_indices" in name:
+            continue  # of timm's stages
+        elif isinstance(value, list | tuple) and value:
             # A checkpoint's configuration has lists: JSON knows no tuples.
             setattr(config, name, items(name, list(value), count, kept, len(stages), by))
         elif type(value) is int:
@@ -198,8 +197,24 @@ def shrink(config, by: Widths) -> None:
     for name in ("use_cache", "scale_embedding"):
         if hasattr(config, name):
             setattr(config, name, False)
+    same_ends(config, values)
     small_backbone(config, values)
     complete(config)
+
+
+def same_ends(config, values: dict[str, Any]) -> None:
+    """Keep a width equal to that of the first or last stage, if it was."""
+    for name in ("hidden_size", "embed_dim"):
+        width = values.get(name)
+        for other, sizes in values.items():
+            if (
+                re.search(r"dim|hidden|embed", other)
+                and isinstance(sizes, list | tuple)
+                and len(sizes) > 1
+                and type(width) is int
+                and width in (sizes[0], sizes[-1])
+            ):
+                setattr(config, name, getattr(config, other)[0 if width == sizes[0] else -1])
 
 
 def small_backbone(config, values: dict[str, Any]) -> None:
@@ -211,6 +226,8 @@ def small_backbone(config, values: dict[str, Any]) -> None:
         config.architecture, config.hidden_size = BACKBONE, FEATURES
     elif is_timm(config):
         config.backbone = BACKBONE
+    if "timm_kwargs" in values:  # of the architecture that was replaced
+        config.timm_kwargs = {}
 
 
 def is_timm(config) -> bool:
@@ -238,11 +255,11 @@ CHECKPOINTS_GIVE = {  # entries whose default is None or empty
 }
 
 
-NAMED_ENTRIES = {
+NAMED_ENTRIES = {  # those that a message asks for
     "out_indices": [1, 2, 3, 4],
     "pad_token_id": 1,
     "mask_token_id": 4,
-}  # those that a message asks for
+}
 
 
 def add_entry(config, name: str) -> None:
@@ -267,7 +284,7 @@ def add_entry(config, name: str) -> None:
         return
     known = {"sliding_window": LENGTH // 2, "num_key_value_heads": heads}
     within = (vars(p)[name] for p in parts if vars(p).get(name) is not None)
-    value = known.get(name) or next(within, None)
+    value = known.get(name) or next(within, 0.0 if "dropout" in name else None)
     if value is not None:
         setattr(config, name, value)
 
@@ -275,6 +292,8 @@ def add_entry(config, name: str) -> None:
 def complete(config) -> None:
     """Set the entries that checkpoints usually give, where a default of None does not run."""
     values = vars(config)
+    if type(values.get("image_embedding_size")) is int:
+        config.image_embedding_size = config.image_size // config.patch_size
     heads, layers = values.get("num_attention_heads"), values.get("num_hidden_layers")
     layers = layers if type(layers) is int else 2
     head = values.get("head_dim") or (
