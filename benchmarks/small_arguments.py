@@ -94,8 +94,10 @@ class Arguments:
             self.config, "num_frames", "frames_per_clip", "tubelet_size", default=4, first=SEES
         )
         frames = frames if isinstance(frames, int) else frames[0]
+        side = self.side()[-1]
         for colors in dict.fromkeys((channels, 3)):
             yield torch.randn(BATCH, colors, *self.side())
+            yield torch.randn(BATCH, colors, side, side)
             yield torch.randn(BATCH, frames, colors, *self.side())
             yield torch.randn(BATCH, 1, colors, *self.side())
             yield torch.randn(BATCH, 2, colors, *self.side())  # pairs

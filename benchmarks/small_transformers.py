@@ -46,7 +46,7 @@ OF_A_HEAD = (
     r"(head|key|value|rope|nope).*_dim$|^d_kv$|^dim_head$|_section$|^rotary_dim$|d_head$"
     r"|_head_size$"
 )
-INDICES = r"(indices|indexes|layer_ids?|(feature|proj)_layers?)$"  # of layers
+INDICES = r"(indices|indexes|layer_ids?|hook_ids|(feature|proj)_layers?)$"  # of layers
 WIDTH = (
     r"(size|dims?|width|channels?|embd|embed|model|rank|d_ff|d_ssm|n_inner|features|filters|scalar|scale"
     r"|hidden_sizes|in_features|size_global)$"
@@ -88,7 +88,6 @@ NUMBERS = [  # the first that matches a name of a configuration
 SEVERAL: list[tuple[str, Callable[[int], int]]] = [
     (r"depth|layers|blocks", lambda i: 1),
     (r"attention_window", lambda i: 8),
-    (IMAGES, lambda i: IMAGE),
     (r"head", lambda i: 2),
     (r"hidden|embed|dim|width|channels", lambda i: 16 << min(i, 3)),
 ]
@@ -148,6 +147,8 @@ def several(name: str, values: list[int], by: Widths) -> list[int]:
         name = name.replace("in_channels", "channels")  # of a list's stages, not of the input
         depth = 8 if by.whole else 1
         return [min(v, depth) if name == "depths" else width(name, v, by) for v in values]
+    if re.search(IMAGES, name) and min(values) >= IMAGE:
+        return [round(v / min(values)) * IMAGE for v in values]
     make = next((make for p, make in SEVERAL if re.search(p, name)), lambda i: 1 << 30)
     ranks = {v: i for i, v in enumerate(sorted(set(values)))}  # lists in other orders agree
     return [min(v, make(ranks[v])) for v in values]
@@ -219,11 +220,11 @@ def same_ends(config, values: dict[str, Any]) -> None:
 
 def small_backbone(config, values: dict[str, Any]) -> None:
     """Set timm's smallest ResNet: an architecture's sizes are no numbers of a configuration."""
-    if isinstance(made := values.get("model_args"), dict):  # of a vision transformer
-        small = {n: number(n, v, 2, Widths()) for n, v in made.items() if type(v) is int}
-        config.model_args = made | small
+    made = values.get("model_args") or {}
+    if sizes := {n: v for n, v in made.items() if type(v) is int}:  # of a vision transformer
+        config.model_args = made | {n: number(n, v, 2, Widths()) for n, v in sizes.items()}
     elif isinstance(values.get("architecture"), str):
-        config.architecture, config.hidden_size = BACKBONE, FEATURES
+        config.architecture, config.hidden_size, config.model_args = BACKBONE, FEATURES, {}
     elif is_timm(config):
         config.backbone = BACKBONE
     if "timm_kwargs" in values:  # of the architecture that was replaced
@@ -249,7 +250,7 @@ CHECKPOINTS_GIVE = {  # entries whose default is None or empty
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
     "indexer_n_heads": 2,
-    "indexer_kv_heads": 2,
+    "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
     "prediction_length": 8,
 }
