@@ -246,12 +246,13 @@ CHECKPOINTS_GIVE = {  # entries whose default is None or empty
     "deepstack_layer_map": [(0, 0), (1, 1)],
     "projector_scale_factors": [1.0],
     "downsample_rate": "1/2",
+    "clip_qkv": 8.0,
     "default_language": "en_XX",
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
-    "indexer_head_dim": 8,
+    "indexer_head_dim": 256,
     "prediction_length": 8,
 }
 
@@ -283,7 +284,7 @@ def add_entry(config, name: str) -> None:
         one = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": thirds}
         config.rope_parameters = {kind: dict(one) for kind in kinds}
         return
-    known = {"sliding_window": LENGTH // 2, "num_key_value_heads": heads}
+    known = {"sliding_window": LENGTH // 2, "rope_theta": 1e4, "num_key_value_heads": heads}
     within = (vars(p)[name] for p in parts if vars(p).get(name) is not None)
     value = known.get(name) or next(within, 0.0 if "dropout" in name else None)
     if value is not None:
