@@ -1,25 +1,25 @@
 """Model classes of transformers by their own configurations, made small by general rules.
 
 No rule knows a model. Sizes are first made small by name; if one device cannot run that, all widths
-are divided alike, which keeps sums and multiples of them. Arguments follow forward's signature.
+are divided alike, which keeps sums and multiples of them; last, all layers are kept too, as lists
+of stages and outputs may need them. Entries that a class reads and a configuration lacks are added.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import itertools
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from small_arguments import LENGTH, VOCABULARY, absent_entry, running_arguments
+from torch import nn
 
 Built = tuple[nn.Module, dict[str, Any]]  # a model and the arguments of a call
-BATCH, LENGTH, VOCABULARY, IMAGE = 4, 16, 96, 32
+IMAGE = 32
 LARGEST = 30_000_000  # parameters
 BACKBONE, FEATURES = "resnet10t", 512
 
@@ -27,23 +27,29 @@ BACKBONE, FEATURES = "resnet10t", 512
 
 
 class Widths(NamedTuple):
-    """All widths are divided by heads * head, without both by a table of names."""
+    """All widths are divided by heads * head, without both by a table of names. whole: as many
+    layers as before."""
 
     heads: int = 0
     head: int = 0
+    whole: bool = False
 
 
-TRIED = (Widths(), Widths(4, 8), Widths(1, 8), Widths(2, 2), Widths(1, 2), Widths(1, 1))
+TRIED = (
+    *(Widths(), Widths(4, 8), Widths(1, 8), Widths(2, 2), Widths(4, 8, True), Widths(1, 8, True)),
+    *(Widths(1, 2), Widths(2, 2, True), Widths(1, 1)),
+)
+LARGEST_IMAGE, IMAGES = 256, r"^((max_)?(image|img)_size|input_size|crop_size)$"
 LAYERS = r"layers?$|^depth$|^n_layer|num_blocks$|_depth$"
 HEADS = r"heads?$|^n_groups$|_groups$"
 OF_A_HEAD = (
     r"(head|key|value|rope|nope).*_dim$|^d_kv$|^dim_head$|_section$|^rotary_dim$|d_head$"
     r"|_head_size$"
 )
-INDICES = r"(indices|indexes|layer_ids?|(feature|proj)_layers?)$"  # of layers
+INDICES = r"(indices|indexes|layer_ids?|hook_ids|(feature|proj)_layers?)$"  # of layers
 WIDTH = (
-    r"(size|dims?|width|channels?|embd|embed|model|rank|d_ff|n_inner|features|filters|scalar|scale"
-    r"|hidden_sizes|in_features)$"
+    r"(size|dims?|width|channels?|embd|embed|model|rank|d_ff|d_ssm|n_inner|features|filters|scalar|scale"
+    r"|hidden_sizes|in_features|size_global)$"
 )
 NO_WIDTH = (
     r"vocab|patch|image|img|window|kernel|chunk|block|position|merge|stride|batch|crop|context"
@@ -53,13 +59,14 @@ SAME = [  # sizes that are small whatever the widths are
     (r"vocab(_size|$)", VOCABULARY),
     (r"max.*(position|length|len)|n_positions|^n_ctx$|seq_len", 128),
     (r"shared_layers$", 0),
+    (r"num_(object_)?quer(ies|y_tokens)$", 12),
     (r"attention_window$", 8),
     (r"expert_num$", 4),
     (LAYERS, 2),
 ]
 NUMBERS = [  # the first that matches a name of a configuration
     (r"(num_key_value|kv)_heads?$", 2),
-    (r"(per_tok|top_?k)$", 2),
+    (r"(per_tok|top_?k|moe_k)$", 2),
     (OF_A_HEAD, 8),
     (r"^(n|topk|mamba_n)_groups?$", 2),
     (HEADS, 4),
@@ -67,9 +74,14 @@ NUMBERS = [  # the first that matches a name of a configuration
     (r"expert.*size$", 32),
     (r"(experts|n_shared|num_shared).*$", 4),
     (r"(lora|low_rank|kv_lora|q_lora).*rank|_rank$", 8),
-    (r"(hidden|embed|model|projection|output|width|channel).*(size|dim|dims|embd)$", 32),
+    (
+        r"(hidden|embed|model|projection|output|width|channel).*(size|dim|dims|embd|size_global)$",
+        32,
+    ),
     (r"^(d_model|d_latents|n_embd|embed_dim|dim|hidden_size|d_embed)$", 32),
-    (r"^(image_size|img_size|input_size|crop_size)$", IMAGE),
+    (IMAGES, IMAGE),
+    (r"^(num_frames|frames_per_clip)$", 4),
+    (r"d_ssm$", 32),
     (r"^patch_size$|patch_stride$", 8),
     (r"(base|initial)_channels?$|filters$", 32),
 ]
@@ -81,12 +93,14 @@ SEVERAL: list[tuple[str, Callable[[int], int]]] = [
 ]
 
 
-def kept_layers(values: dict[str, Any]) -> tuple[int, list[int]]:
+def kept_layers(values: dict[str, Any], by: Widths) -> tuple[int, list[int]]:
     """How many layers a configuration has, and those to keep: the first of each kind, two at least,
     and one for each layer that is named as an output."""
     counts = [v for n, v in values.items() if type(v) is int and re.search(LAYERS, n)]
     kinds = values.get("layer_types") or values.get("layers_block_type") or []
     count = len(kinds) or max(counts, default=0)
+    if by.whole:
+        return count, list(range(count))
     first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
     named = [len(v) for n, v in values.items() if re.search(INDICES, n) and isinstance(v, list)]
     wanted = max(2, len(first), *(n for n in named if n < 6), 0)
@@ -103,6 +117,10 @@ def width(name: str, value: int, by: Widths) -> int:
         divisor = by.heads
     elif re.search(WIDTH, name) and not re.search(NO_WIDTH, name):
         divisor = by.heads * by.head
+    elif re.search(IMAGES, name):
+        while value > LARGEST_IMAGE and value % 2 == 0:
+            value //= 2
+        return value
     else:
         return value
     return value // divisor if value % divisor == 0 else value
@@ -115,7 +133,8 @@ def number(name: str, value: int, layers: int, by: Widths) -> int:
         return value
     for pattern, small in SAME:
         if re.search(pattern, name):
-            return min(value, layers if pattern == LAYERS else small)
+            small = (value if by.whole else layers) if pattern == LAYERS else small
+            return min(value, small)
     if by.heads:
         if re.search(r"experts$|per_tok$|top_?k$", name):
             return min(value, 16 if name.endswith("experts") else 4)
@@ -125,20 +144,25 @@ def number(name: str, value: int, layers: int, by: Widths) -> int:
 
 def several(name: str, values: list[int], by: Widths) -> list[int]:
     if by.heads:
-        return [min(v, 1) if re.search(r"^depths$", name) else width(name, v, by) for v in values]
+        name = name.replace("in_channels", "channels")  # of a list's stages, not of the input
+        depth = 8 if by.whole else 1
+        return [min(v, depth) if name == "depths" else width(name, v, by) for v in values]
+    if re.search(IMAGES, name) and min(values) >= IMAGE:
+        return [round(v / min(values)) * IMAGE for v in values]
     make = next((make for p, make in SEVERAL if re.search(p, name)), lambda i: 1 << 30)
-    return [min(v, make(i)) for i, v in enumerate(values)]
+    ranks = {v: i for i, v in enumerate(sorted(set(values)))}  # lists in other orders agree
+    return [min(v, make(ranks[v])) for v in values]
 
 
-def items(name: str, values: list, count: int, kept: list[int], by: Widths) -> list:
-    """A list of a configuration: one item for each layer, indices of layers, or sizes."""
+def items(name: str, values: list, count: int, kept: list[int], stages: int, by: Widths) -> list:
+    """A list of a configuration: one item for each layer, indices of layers or stages, or sizes."""
     if len(values) == count > len(kept) and not name.startswith("stage"):
         values = [values[i] for i in kept]
     if not all(type(v) is int for v in values):
         return values
     if not re.search(INDICES, name):
         return several(name, values, by)
-    last = len(kept) - (name != "_out_indices")  # whose index 0 is the stem
+    last = (stages if name == "_out_indices" else len(kept)) - 1
     return values if max(values) <= last else list(range(last + 1))[-len(values) :]
 
 
@@ -147,47 +171,137 @@ def shrink(config, by: Widths) -> None:
     if getattr(config, "is_heterogeneous", False):
         config.per_layer_config = None
     values = {n: v for n, v in vars(config).items() if n[:1] != "_" or n == "_out_indices"}
-    count, kept = kept_layers(values)
+    count, kept = kept_layers(values, by)
+    stages = list(values.get("stage_names") or ())
+    if count and len(stages) - count in (0, 1):  # a stem, and a stage for each layer
+        stages = stages[: len(kept) + len(stages) - count]
+        values["stage_names"] = stages
+    stages = stages or ["stem", *(f"stage{i}" for i in range(1, len(kept) + 1))]
     for name, value in values.items():
         if hasattr(value, "to_diff_dict"):
             shrink(value, by)
         elif isinstance(value, dict) and name.startswith("rope"):
             setattr(config, name, sections(value, by))
+        elif is_timm(config) and "_indices" in name:
+            continue  # of timm's stages
         elif isinstance(value, list | tuple) and value:
             # A checkpoint's configuration has lists: JSON knows no tuples.
-            setattr(config, name, items(name, list(value), count, kept, by))
+            setattr(config, name, items(name, list(value), count, kept, len(stages), by))
         elif type(value) is int:
             setattr(config, name, number(name, value, len(kept), by))
+        elif type(value) is float and name == "depth_coefficient":
+            setattr(config, name, min(value, 1.0))
     if values.get("_out_indices") != vars(config).get("_out_indices"):
-        config._out_features = [f"stage{i}" if i else "stem" for i in config._out_indices]
+        config._out_features = [stages[i] for i in config._out_indices]
     if values.get("num_key_value_heads") == values.get("num_attention_heads", ()):
         config.num_key_value_heads = config.num_attention_heads
     for name in ("use_cache", "scale_embedding"):
         if hasattr(config, name):
             setattr(config, name, False)
+    same_ends(config, values)
     small_backbone(config, values)
     complete(config)
 
 
+def same_ends(config, values: dict[str, Any]) -> None:
+    """Keep a width equal to that of the first or last stage, if it was."""
+    for name in ("hidden_size", "embed_dim"):
+        width = values.get(name)
+        for other, sizes in values.items():
+            if (
+                re.search(r"dim|hidden|embed", other)
+                and isinstance(sizes, list | tuple)
+                and len(sizes) > 1
+                and type(width) is int
+                and width in (sizes[0], sizes[-1])
+            ):
+                setattr(config, name, getattr(config, other)[0 if width == sizes[0] else -1])
+
+
 def small_backbone(config, values: dict[str, Any]) -> None:
     """Set timm's smallest ResNet: an architecture's sizes are no numbers of a configuration."""
-    if isinstance(made := values.get("model_args"), dict):  # of a vision transformer
-        small = {n: number(n, v, 2, Widths()) for n, v in made.items() if type(v) is int}
-        config.model_args = made | small
+    made = values.get("model_args") or {}
+    if sizes := {n: v for n, v in made.items() if type(v) is int}:  # of a vision transformer
+        config.model_args = made | {n: number(n, v, 2, Widths()) for n, v in sizes.items()}
     elif isinstance(values.get("architecture"), str):
-        config.architecture, config.hidden_size = BACKBONE, FEATURES
-    elif values.get("model_type") == "timm_backbone" or "timm" in type(config).__name__.lower():
+        config.architecture, config.hidden_size, config.model_args = BACKBONE, FEATURES, {}
+    elif is_timm(config):
         config.backbone = BACKBONE
+    if "timm_kwargs" in values:  # of the architecture that was replaced
+        config.timm_kwargs = {}
+
+
+def is_timm(config) -> bool:
+    """Whether timm makes a model of this configuration, and names its stages."""
+    return "timm" in type(config).__name__.lower()
+
+
+CHECKPOINTS_GIVE = {  # entries whose default is None or empty
+    "vocab_size": VOCABULARY,
+    "image_token_id": 5,
+    "image_token_index": 5,
+    "video_token_id": 6,
+    "video_token_index": 6,
+    "vocabulary_map": {"<image>": 5} | {f"IMGIMG{c}Z": 6 + i for i, c in enumerate("ABCDEFGH")},
+    "deepstack_layer_map": [(0, 0), (1, 1)],
+    "projector_scale_factors": [1.0],
+    "downsample_rate": "1/2",
+    "clip_qkv": 8.0,
+    "default_language": "en_XX",
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "prediction_length": 8,
+}
+
+
+NAMED_ENTRIES = {  # those that a message asks for
+    "out_indices": [1, 2, 3, 4],
+    "pad_token_id": 1,
+    "mask_token_id": 4,
+}
+
+
+def add_entry(config, name: str) -> None:
+    """Add an entry that a class reads to a configuration and to those within it."""
+    values = vars(config)
+    parts = [v for v in values.values() if hasattr(v, "to_diff_dict")]
+    for part in parts:
+        add_entry(part, name)
+    if values.get(name) is not None:
+        return
+    head = values.get("head_dim") or 8
+    rope, heads = values.get("rope_parameters"), values.get("num_attention_heads")
+    if name == "mrope_section":
+        if isinstance(rope, dict):
+            half = int(head * (rope.get("partial_rotary_factor") or 1)) // 2
+            rope[name] = [half // 3, half // 3, half - half // 3 * 2]
+        return
+    if name.endswith("_attention") and (kinds := values.get("layer_types")):
+        thirds = [head // 6, head // 6, head // 2 - head // 6 * 2]
+        one = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": thirds}
+        config.rope_parameters = {kind: dict(one) for kind in kinds}
+        return
+    known = {"sliding_window": LENGTH // 2, "rope_theta": 1e4, "num_key_value_heads": heads}
+    within = (vars(p)[name] for p in parts if vars(p).get(name) is not None)
+    value = known.get(name) or next(within, 0.0 if "dropout" in name else None)
+    if value is not None:
+        setattr(config, name, value)
 
 
 def complete(config) -> None:
     """Set the entries that checkpoints usually give, where a default of None does not run."""
     values = vars(config)
-    heads, layers = values.get("num_attention_heads"), values.get("num_hidden_layers") or 2
+    if type(values.get("image_embedding_size")) is int:
+        config.image_embedding_size = config.image_size // config.patch_size
+    heads, layers = values.get("num_attention_heads"), values.get("num_hidden_layers")
+    layers = layers if type(layers) is int else 2
     head = values.get("head_dim") or (
         values.get("hidden_size", 0) // heads if type(heads) is int else 0
     )
-    missing = {
+    missing = CHECKPOINTS_GIVE | {
         "head_dim": head,
         "mlp_layer_types": ["dense", *["sparse"] * layers][:layers],
         "num_experts_per_tok": 2,
@@ -197,7 +311,6 @@ def complete(config) -> None:
         "n_shared_experts": 1,
         "moe_intermediate_size": 32,
         "num_key_value_heads": heads,
-        "prediction_length": 8,
         "layer_types": ["full_attention"] * layers,
     }
     for name, value in missing.items():
@@ -242,10 +355,19 @@ def transformers_names() -> list[str]:
     return sorted({name for names in found.values() for name in names})
 
 
-def small_model(cls, by: Widths) -> nn.Module:
-    """A model class with its configuration made small."""
+def small_model(cls, by: Widths, entries: Iterable[str] = ()) -> nn.Module:
+    """A model class with its configuration made small. entries: names to add to it."""
     config = cls.config_class()
+    given = {n: v for n, v in CHECKPOINTS_GIVE.items() if vars(config).get(n, 0) in (None, (), [])}
+    given |= {n: v for n, v in NAMED_ENTRIES.items() if n in entries}
+    config = cls.config_class(**given)
     shrink(config, by)
+    for name in entries:
+        add_entry(config, name)
+    if "tuples" in entries:
+        for name, value in vars(cls.config_class(**given)).items():
+            if isinstance(value, tuple):
+                setattr(config, name, tuple(getattr(config, name)))
     if re.search("CausalLM|LMHead", cls.__name__) and hasattr(config, "is_decoder"):
         config.is_decoder = True
     try:
@@ -266,226 +388,19 @@ def transformers_model(name: str) -> Built:
     transformers = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     cls = getattr(transformers, name)
+    if cls.forward is nn.Module.forward:
+        raise TypeError("it has no forward: only generate calls its parts")
     first: Exception | None = None
     for by in TRIED:
-        try:
-            model = small_model(cls, by)
-        except Exception as failed:  # noqa: BLE001 (other sizes may fit)
-            first = first or failed
-            continue
-        for kwargs in transformers_inputs(model, model.config):
+        entries: list[str] = []  # that the class reads and its configuration lacks
+        while True:
             try:
-                copy.deepcopy(model)(**copy.deepcopy(kwargs))  # a call may leave states behind
-                return model, kwargs
-            except Exception as failed:  # noqa: BLE001 (the next arguments may do)
+                model = small_model(cls, by, entries)
+                return model, running_arguments(model)
+            except Exception as failed:  # noqa: BLE001 (other sizes may fit)
                 first = first or failed
-    raise first or TypeError("no arguments")
-
-
-# --------------------------------------------------------------------------------------- arguments
-
-
-def setting(config, *names: str, default: Any = None, first: str = "") -> Any:
-    """The first of these names that a configuration has, or one within it; first: where to look
-    before."""
-    within = [(n, v) for n, v in vars(config).items() if hasattr(v, "to_diff_dict")]
-    within.sort(key=lambda pair: not (first and re.search(first, pair[0])))
-    preferred = [v for n, v in within if first and re.search(first, n)]
-    for part in [*preferred, config, *(v for _, v in within)]:
-        for name in names:
-            value = getattr(part, name, None)
-            if isinstance(value, int | list | tuple) and value:
-                return value
-        if part is not config:
-            found = setting(part, *names, first=first)
-            if found is not None:
-                return found
-    return default
-
-
-SEES, HEARS = "vision|image|visual|backbone|encoder", "audio|speech|encoder"
-
-
-class Arguments:
-    """Candidates for arguments of these names, the likeliest first."""
-
-    def __init__(self, config):
-        self.config = config
-        self.width = setting(config, "hidden_size", "d_model", "n_embd", default=32)
-        mels = ("num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "feature_dim")
-        self.mels = setting(config, *mels, default=80, first=HEARS)
-
-    def tokens(self) -> Iterator[Tensor]:
-        vocabulary = setting(self.config, "vocab_size", default=VOCABULARY, first="text|decoder")
-        if isinstance(vocabulary, int):
-            yield torch.randint(3, max(vocabulary, 5), (BATCH, LENGTH))
-            yield torch.randint(3, max(vocabulary, 5), (BATCH, 2, LENGTH))  # multiple choice
-            books = setting(self.config, "num_codebooks", "num_quantizers", default=0)
-            if books:
-                for count in (books, books + 1):
-                    yield torch.randint(3, max(vocabulary, 5), (BATCH, LENGTH, count))
-                yield torch.randint(3, max(vocabulary, 5), (BATCH * books, LENGTH))
-
-    def side(self) -> tuple[int, int]:
-        size = setting(self.config, "image_size", "img_size", "input_size", first=SEES)
-        if size is None:
-            size = 64
-        return (size, size) if isinstance(size, int) else tuple(size)[-2:]
-
-    def patches(self, times: int = 0) -> tuple[Tensor, Tensor]:
-        """Flattened patches of BATCH pictures, and how many each has: time, height, width."""
-        patch = setting(self.config, "patch_size", default=8, first=SEES)
-        patch = math.prod(patch) if isinstance(patch, tuple | list) else patch**2
-        times = times or setting(self.config, "temporal_patch_size", default=1, first=SEES)
-        channels = setting(self.config, "in_channels", "num_channels", default=3, first=SEES)
-        merge = setting(self.config, "spatial_merge_size", default=2, first=SEES)
-        merge = merge[0] if isinstance(merge, tuple | list) else merge
-        self.merge = torch.full((BATCH,), merge)
-        grid = torch.tensor([[1, 2 * merge, 2 * merge]] * BATCH)
-        return torch.randn(int(grid.prod(1).sum()), channels * times * patch), grid
-
-    def pictures(self) -> Iterator[Tensor]:
-        channels = setting(self.config, "num_channels", "in_channels", default=3, first=SEES)
-        channels = channels if isinstance(channels, int) else channels[0]
-        frames = setting(
-            self.config, "num_frames", "frames_per_clip", "tubelet_size", default=4, first=SEES
-        )
-        frames = frames if isinstance(frames, int) else frames[0]
-        for colors in dict.fromkeys((channels, 3)):
-            yield torch.randn(BATCH, colors, *self.side())
-            yield torch.randn(BATCH, frames, colors, *self.side())
-            yield torch.randn(BATCH, 1, colors, *self.side())
-            yield torch.randn(BATCH, 2, colors, *self.side())  # pairs
-        yield torch.randn(BATCH, 3, 64, 64)
-        yield torch.randn(BATCH, 3, 224, 224)
-        yield torch.randn(BATCH, 3, 48, 320)
-        yield self.patches()[0]
-        yield self.patches(2)[0]
-
-    def videos(self) -> Iterator[Tensor]:
-        pictures = [p for p in self.pictures() if p.dim() == 5]
-        yield from pictures
-        yield from (p.transpose(1, 2) for p in pictures)
-
-    def spectra(self) -> Iterator[Tensor]:
-        mels = self.mels if isinstance(self.mels, int) else self.mels[0]
-        longest = setting(
-            self.config, "max_source_positions", "max_length", "max_position_embeddings", default=64
-        )
-        yield torch.randn(BATCH, mels, 2 * longest)
-        yield torch.randn(BATCH, 64, mels)
-        yield torch.randn(BATCH, setting(self.config, "max_length", default=64), mels)
-        yield torch.randn(
-            BATCH, 64, setting(self.config, "feature_projection_input_dim", default=mels)
-        )
-        yield torch.randn(BATCH, mels, 64)
-        yield torch.randn(BATCH, 1, 64, mels)
-        yield torch.randn(BATCH, 1, 1024, mels)
-
-    def waves(self) -> Iterator[Tensor]:
-        yield torch.randn(BATCH, 2048)
-        channels = setting(self.config, "audio_channels", default=1)
-        yield torch.randn(BATCH, channels, 3840)
-        yield from self.spectra()
-
-    def series(self, more: int = 0) -> Iterator[Tensor]:
-        length = setting(self.config, "context_length", default=64)
-        lags = setting(self.config, "lags_sequence", default=[0])
-        channels = setting(self.config, "num_input_channels", "input_size", default=1)
-        yield torch.randn(BATCH, length + max(lags))
-        yield torch.randn(BATCH, length, channels)
-        yield torch.randn(BATCH, length + max(lags), channels)
-
-    def states(self, name: str) -> Iterator[Tensor]:
-        """Hidden states by their width."""
-        yield torch.randn(BATCH, LENGTH, self.width)
-        other = setting(self.config, name.replace("states", "size"), default=self.width)
-        yield torch.randn(BATCH, LENGTH, other)
-        yield self.patches()[0]
-
-    def named(self, name: str) -> list[Any]:
-        """Return values to try for an argument; none if nothing is known of its name."""
-        length = setting(self.config, "context_length", default=64)
-        ahead = setting(self.config, "prediction_length", default=8)
-        lags = max(setting(self.config, "lags_sequence", default=[0]))
-        features = setting(self.config, "num_time_features", default=1)
-        patch = setting(self.config, "patch_embed_hidden_size", default=768)
-        table: dict[str, Callable[[], Any]] = {
-            r"(decoder_|text_|semantic_|qformer_)?input_ids|task_inputs|text_inputs": self.tokens,
-            r"((prompt|flattened)_)?pixel_values|(pixel_values_)?images": self.pictures,
-            r"prompt_masks": self.pictures,
-            "pixel_values_videos|video": self.videos,
-            "input_features|audio_features|spectrogram|input_audio_features": self.spectra,
-            "input_values|waveform|audio_values|audio": self.waves,
-            "past_values": self.series,
-            "past_time_features": lambda: [torch.randn(BATCH, length + lags, features)],
-            "past_observed_mask": lambda: [torch.ones(BATCH, length + lags)],
-            "future_values": lambda: [torch.randn(BATCH, ahead)],
-            "future_time_features": lambda: [torch.randn(BATCH, ahead, features)],
-            "past_values_padding": lambda: [torch.zeros(BATCH, length + lags)],
-            "freq": lambda: [torch.zeros(BATCH, 1).long()],
-            "flattened_patches": lambda: [torch.rand(BATCH, LENGTH, 2 + patch)],
-            r"bbox": lambda: [
-                torch.randint(0, 8, (BATCH, LENGTH, 4)).cumsum(-1),
-                torch.rand(BATCH, LENGTH, 4).cumsum(-1) / 4,
-            ],
-            r"(image_)?grid_thw": lambda: [self.patches()[1]],
-            r"merge_sizes": lambda: [self.patches() and self.merge],
-            r"state": lambda: [
-                torch.randn(BATCH, setting(self.config, "max_state_dim", default=32))
-            ],
-            r".*attention_mask|padding_mask": lambda: [torch.ones(BATCH, LENGTH).long()],
-            r"position_ids": lambda: [torch.arange(LENGTH).expand(BATCH, -1)],
-            r"input_points": lambda: [torch.rand(BATCH, 1, 2, 2)],
-            r"audio_codes|codes": lambda: [
-                torch.randint(
-                    0,
-                    8,
-                    (
-                        BATCH,
-                        setting(self.config, "num_quantizers", "n_codebooks", default=8),
-                        LENGTH,
-                    ),
-                )
-            ],  # fmt: skip
-            r"inputs": lambda: [*self.tokens(), *self.pictures()],
-            r"(\w*hidden_states|\w*_embeds|\w*embeddings|x)": lambda: self.states(name),
-        }
-        for pattern, make in table.items():
-            if re.fullmatch(pattern, name):
-                return list(make())
-        return []
-
-
-def transformers_inputs(model: nn.Module, config) -> Iterator[dict[str, Any]]:
-    """Yield arguments by the names in forward's signature: with the main input alone, with all."""
-    names = inspect.signature(model.forward).parameters
-    arguments = Arguments(config)
-    torch.manual_seed(0)
-    made = {n: values for n in names if (values := arguments.named(n))}
-    needed = {
-        n
-        for n, p in names.items()
-        if p.default is inspect.Parameter.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-    }
-    main = getattr(model, "main_input_name", "input_ids")
-    decoder = {"decoder_input_ids"}
-    pictures = {"pixel_values", "image_grid_thw"}
-    series = {n for n in made if n.startswith(("past_", "future_"))} - {"past_key_values"}
-    tried: list[set[str]] = []
-    for wanted in (
-        {main}, {main} | decoder, {"input_ids"}, {main, "bbox"},
-        {main, "bbox"} | decoder, {main, "input_ids"} | decoder,
-        {"input_ids", "pixel_values"}, {"hidden_states", "grid_thw"}, {main, "grid_thw"}, pictures,
-        series, {"pixel_values"}, {"input_features"}, {"input_values"},
-        {"flattened_patches"} | decoder,
-        {"input_ids", "pixel_values", "bbox"}, {"input_ids"} | pictures,
-        {"input_ids", "input_features"}, {"input_ids", "input_values"},
-        {"input_ids", "qformer_input_ids", "pixel_values"},
-    ):  # fmt: skip
-        chosen = (wanted | needed) & set(made)
-        if chosen and chosen not in tried:
-            tried.append(chosen)
-    for chosen in tried:
-        for turn in range(max(len(made[n]) for n in chosen)):
-            yield {n: made[n][min(turn, len(made[n]) - 1)] for n in sorted(chosen)}
+                entry = absent_entry(failed)
+                if entry is None or entry in entries:
+                    break
+                entries.append(entry)
+    raise first
