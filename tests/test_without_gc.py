@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchgspmd as gspmd
+from torchgspmd.capture import trace_context
 
 MESH = gspmd.Mesh(data=2)
 
@@ -33,3 +34,17 @@ def test_planning_does_without_it_and_leaves_it_as_it_was(program, enabled):
         after = gc.isenabled()
         gc.enable()
     assert after == enabled
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_it_scans_the_process_only_if_objects_stay(stay, monkeypatch):
+    scans, kept = [], []
+    monkeypatch.setattr(trace_context, "MOST_UNSEEN", 20_000)
+    monkeypatch.setattr(trace_context, "_Unseen", type("Unseen", (), {"count": 0, "alive": None}))
+    monkeypatch.setattr(gc, "collect", lambda: scans.append(len(kept)))
+    for _ in range(4):
+        with trace_context.without_gc():
+            made = [[] for _ in range(30_000)]
+        if stay:
+            kept += made
+    assert bool(scans) == stay

@@ -315,9 +315,10 @@ MOST_UNSEEN = 3_000_000  # Objects that the collector has not seen; it runs when
 
 
 class _Unseen:
-    """The number of objects that became old unscanned since the collector ran."""
+    """Objects that became old unscanned. alive: how many there were in all at the last check."""
 
     count = 0
+    alive: int | None = None
 
 
 @contextmanager
@@ -334,18 +335,23 @@ def without_gc() -> Iterator[None]:
 
 
 def _age() -> None:
-    """Make all objects old without a scan, unless too many have escaped it."""
+    """Make all objects old without a scan, unless too many that escaped it are alive."""
     if gc.get_freeze_count():  # The user's, which only unfreezing everything would make old.
         return
     # Objects made since the last collection, none of them scanned.
     _Unseen.count += gc.get_count()[0]
+    # freeze() takes all objects from the generations; unfreeze() puts them into the oldest one.
+    gc.freeze()
+    grown = 0
     if _Unseen.count > MOST_UNSEEN:
-        _Unseen.count = 0
+        # Most belonged to plans that are gone. A scan of a large process takes seconds.
+        _Unseen.count, alive = 0, gc.get_freeze_count()
+        _Unseen.alive = min(_Unseen.alive or alive, alive)
+        grown = alive - _Unseen.alive
+    gc.unfreeze()
+    if grown > MOST_UNSEEN:
         gc.collect()
-    else:
-        # freeze() takes all objects from the generations; unfreeze() puts them into the oldest one.
-        gc.freeze()
-        gc.unfreeze()
+        _Unseen.alive = None
 
 
 # A site is a source line whose values a rewrite leaves out, as the results need only other values.

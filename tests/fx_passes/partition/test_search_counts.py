@@ -34,7 +34,7 @@ def test_a_saved_plan_keeps_its_counts() -> None:
 def test_a_plan_says_that_a_search_ended_at_its_limit() -> None:
     x = torch.arange(5.0 * 9 * 7).reshape(5, 9, 7)
     mesh = Mesh(a=2, b=3, c=2)
-    specs = {"in_specs": ("a b c",), "out_specs": "b+c _ a"}
+    specs = {"in_specs": ("a+b _ c",), "out_specs": "c a _"}
     free = plan(torch.neg, x, mesh=mesh, **specs)
     limited = plan(torch.neg, x, mesh=mesh, advanced={"costs": {"max_layouts": 1}}, **specs)
     said = "ended at the limit, with the best steps up to there; advanced={'costs': {'max_layouts':"

@@ -132,15 +132,17 @@ class CostModel:
         Those with the least bound are priced first, so that few moves are searched for. None if
         there are none.
         """
-        first, place = (
-            (present, -1) if present is not None or not strategies else (strategies[0], 0)
-        )
-        if first is None:
-            return None
-        best, least = first, self.cost(op, first, neighborhood)
+        # Without a present one all are bounded first: the first in line may need long searches.
+        best, place, least = present, -1, math.inf
+        if present is not None:
+            least = self.cost(op, present, neighborhood)
+        elif strategies:
+            best, place = strategies[0], 0
+        if present is None and len(strategies) < 2:
+            return best
         parts, bounded, bonus = self._bounded_parts(op, neighborhood), [], self.pending_bonus
         for i, strategy in enumerate(strategies):
-            if strategy is first:
+            if strategy is present:
                 continue
             bound = strategy.work - bonus * strategy.pending
             # Rounded down, so that a sum in another order is never above the true cost.
