@@ -48,6 +48,18 @@ from model_layouts import (
     sent_bytes,
     train,
 )
+from small_layers import (
+    e3nn_model,
+    e3nn_names,
+    neuralop_model,
+    neuralop_names,
+    segmentation_model,
+    segmentation_names,
+    torch_geometric_model,
+    torch_geometric_names,
+    torchrec_model,
+    torchrec_names,
+)
 from small_models import (
     Built,
     diffusers_model,
@@ -77,6 +89,11 @@ LIBRARIES: dict[str, tuple[Callable[[], list[str]], Callable[[str], Built]]] = {
     "torchvision": (torchvision_names, torchvision_model),
     "diffusers": (diffusers_names, diffusers_model),
     "x_transformers": (x_transformers_names, x_transformers_model),
+    "torch_geometric": (torch_geometric_names, torch_geometric_model),
+    "segmentation": (segmentation_names, segmentation_model),
+    "neuralop": (neuralop_names, neuralop_model),
+    "e3nn": (e3nn_names, e3nn_model),
+    "torchrec": (torchrec_names, torchrec_model),
 }
 
 # ------------------------------------------------------------------------------------- comparisons
