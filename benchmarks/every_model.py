@@ -48,6 +48,18 @@ from model_layouts import (
     sent_bytes,
     train,
 )
+from small_layers import (
+    e3nn_model,
+    e3nn_names,
+    neuralop_model,
+    neuralop_names,
+    segmentation_model,
+    segmentation_names,
+    torch_geometric_model,
+    torch_geometric_names,
+    torchrec_model,
+    torchrec_names,
+)
 from small_models import (
     Built,
     diffusers_model,
@@ -77,6 +89,11 @@ LIBRARIES: dict[str, tuple[Callable[[], list[str]], Callable[[str], Built]]] = {
     "torchvision": (torchvision_names, torchvision_model),
     "diffusers": (diffusers_names, diffusers_model),
     "x_transformers": (x_transformers_names, x_transformers_model),
+    "torch_geometric": (torch_geometric_names, torch_geometric_model),
+    "segmentation": (segmentation_names, segmentation_model),
+    "neuralop": (neuralop_names, neuralop_model),
+    "e3nn": (e3nn_names, e3nn_model),
+    "torchrec": (torchrec_names, torchrec_model),
 }
 
 # ------------------------------------------------------------------------------------- comparisons
@@ -179,7 +196,11 @@ def compared(one: Subject, layout: Layout, row: dict[str, Any]) -> str | None:
     if missing:
         return f"no gradient of {missing[:3]}"
     pairs = [(grads[n], w) for n, w in zip(names, want[1]) if w is not None]
-    largest = max((float(w.abs().max()) for _, w in pairs if w.numel()), default=0.0) or 1.0
+    # Gradients below the rounding of the results are noise, as of softmax(...).sum().
+    floor = max((float(w.abs().nan_to_num(0, 0, 0).max()) for w in want[0] if w.numel()), default=1)
+    scales = (float(w.abs().max()) for _, w in pairs if w.numel())
+    eps = torch.finfo(torch.float64 if exact == EXACT else torch.float32).eps
+    largest = max((100 * eps / exact * floor, *scales)) or 1.0  # some hundred terms
     return differs(tensors(outs), want[0], exact) or differs(  # a gradient may be but rounding
         [g / largest for g, _ in pairs], [w / largest for _, w in pairs], exact
     )

@@ -264,15 +264,15 @@ class Captured:
 
         If all the result's tensors are inside objects, return those.
         """
-        tree = pytree.tree_unflatten([*range(len(self.result_leaves))], self.results)
-        places = {slot: output for output, slot in enumerate(self.result_slots)}
-        seen = [
-            leaf
-            for leaf in pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Opened))
-            if isinstance(leaf, int)
-        ]
-        visible_outputs = {places[leaf] for leaf in seen if leaf in places}
-        return visible_outputs or set(places.values())
+        values = self.graph.output_node().args[0]
+        leaves = list(self.result_leaves)
+        # A user's class may check its tensors; two results may be one tensor.
+        for slot, value in zip(self.result_slots, values):
+            leaves[slot] = value.meta["val"].detach()
+        tree = pytree.tree_unflatten(leaves, self.results)
+        seen = {id(x) for x in pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Opened))}
+        outputs = {*range(len(self.result_slots))}
+        return {i for i in outputs if id(leaves[self.result_slots[i]]) in seen} or outputs
 
 
 def _share_elements(x: Tensor, other: Tensor) -> bool:

@@ -26,6 +26,7 @@ from ..compat.private_apis import (
 from ..errors import ShardingError, innermost_frame_of, user_expression_of, user_line, user_line_of
 from .branching_modules import modules_in, name_of_innermost, wrapped_alone
 from .builtin_numbers import NUMBER_TYPE, namespace_of
+from .rewrites.numpy_arrays import package_with_array
 
 # Before 2.10, torch can neither trace slices by value-dependent numbers nor compute with
 # truth values.
@@ -280,6 +281,15 @@ _ROWS = (
         "pad packed sequences, with a mask; or compute it outside and pass it as an argument",
         "one program is made for all values, before any device computes",
     ),
+    _Row(
+        RuntimeError,
+        "Values and compressed tensor instance need to be on the same device",
+        "forward creates a compressed sparse matrix (CSR, CSC, BSR or BSC)",
+        "write torch.sparse_coo_tensor(torch.stack([rows, columns]), values, size); the rows of a "
+        "CSR matrix are torch.repeat_interleave(torch.arange(n), crow_indices.diff(), "
+        "output_size=len(values))",
+        "a layout is one of dense tensors, such as a COO matrix's indices and values",
+    ),
     _Row(RuntimeError, "FunctionalTensor on its own", *_NO_VALUES),
     _Row(
         RuntimeError,
@@ -371,6 +381,13 @@ class translate_errors:
                 where=user_line_of(error),
                 why="it does not run on tensors without values",
                 fix="compute it outside and pass it as an argument, or write it with dense tensors",
+            ) from error
+        if isinstance(error, Exception) and (package := package_with_array(error)) is not None:
+            raise ShardingError(
+                f"forward passes a NumPy array of values that only a run knows to {package}",
+                where=user_line_of(error),
+                why="torch, which computes NumPy's functions in the program, has none of it",
+                fix="compute it with torch, or outside and pass it as an argument",
             ) from error
         for row in _ROWS:
             found = re.search(row.words, str(error)) if isinstance(error, row.kinds) else None

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -23,9 +25,10 @@ from ...compat import private_apis
 from ...compat.patches import Patch
 from ...compat.private_apis import FunctionalTensor
 from ...compat.private_apis import _pytree as pytree
-from ...errors import ShardingError
+from ...errors import ShardingError, innermost_frame_of
 from ...rules.custom_ops import host
 from ...rules.rewrites import DECLINED, Declined, rewrite
+from ..branching_modules import modules_in
 
 _WHY = "NumPy would ask a tensor of the trace for values"
 
@@ -65,6 +68,26 @@ def check_left(value: object, what: str) -> None:
             f"the program {what} a NumPy array of values that only a run knows",
             fix="keep or return torch.from_numpy(array), and call numpy() on it outside",
         )
+
+
+def package_with_array(error: Exception) -> str | None:
+    """Return the package whose function failed, if an array of a traced tensor was passed to it."""
+    if (innermost := innermost_frame_of(error)) is None:
+        return None
+    package = _package_of(innermost.tb_frame)
+    models = {type(each).__module__.partition(".")[0] for each in modules_in(error.__traceback__)}
+    if package is None or package in models:
+        return None
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    values = [[*frame.f_locals.values()] for frame in frames if _package_of(frame) == package]
+    return package if any(map(is_array, pytree.tree_leaves(values))) else None
+
+
+def _package_of(frame: FrameType) -> str | None:
+    """Return the installed package that a frame runs."""
+    if "-packages" not in frame.f_code.co_filename:
+        return None
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 @rewrite("value", Tensor.numpy)

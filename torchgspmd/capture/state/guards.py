@@ -23,7 +23,19 @@ from torch import Tensor, nn
 
 from ...compat.private_apis import FakeTensor, FunctionalTensor
 from ...compat.private_apis import _pytree as pytree
-from .source import ABSENT, DEEP, LISTS, LONG, Marker, Source, attributes, attributes_of, is_table
+from .source import (
+    ABSENT,
+    DEEP,
+    LISTS,
+    LONG,
+    Marker,
+    Source,
+    attributes,
+    attributes_of,
+    is_table,
+    items_of,
+    length,
+)
 from .state_inputs import COUNTED, Conditions
 from .symbolic_numbers import SymbolicNumber
 from .value_keys import value_key
@@ -224,7 +236,7 @@ def _name(guard: Guard, owners: Mapping[int, str]) -> str:
 def is_plain(value: object, kinds: tuple[type, ...] = _PLAIN) -> bool:
     """Return whether the value is plain, or a short container with plain values."""
     if isinstance(value, _CONTAINERS):
-        return len(value) <= LONG and all(
+        return length(value) <= LONG and all(
             isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value)
         )
     return isinstance(value, kinds)
@@ -244,7 +256,7 @@ def snapshot(value: Any, depth: int = 0) -> object:
         return copied
     if (
         not (isinstance(value, tuple) or is_table(value))
-        or len(value) > LONG
+        or length(value) > LONG
         or depth > DEEP
         or _is_constant(value)
     ):
@@ -261,7 +273,7 @@ def snapshot_components(value: object, depth: int = 0) -> Contents:
 def _keys_and_items(value: object) -> tuple[tuple, Collection[object]]:
     """Return a table's or an object's keys and items; a list or tuple has no keys."""
     if isinstance(value, _SEQUENCES):
-        return (), value
+        return (), items_of(value)
     table = _eager_entries(value) if isinstance(value, dict) else attributes(value)
     return tuple(table), table.values()
 
@@ -337,7 +349,8 @@ def matches(now: object, value: object) -> bool:
         if type(now) is not value.cls:
             return False
         if isinstance(now, _SEQUENCES):
-            return len(now) == len(value.items) and all(map(matches, now, value.items))
+            items = items_of(now)
+            return len(items) == len(value.items) and all(map(matches, items, value.items))
         table = now if isinstance(now, dict) else attributes(now)
         table = table if tuple(table) == value.keys else _eager_entries(table)
         return tuple(table) == value.keys and all(map(matches, table.values(), value.items))

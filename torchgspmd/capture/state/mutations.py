@@ -38,7 +38,18 @@ from .instructions import READ, uses_of_names
 from .mutable_tables import MutableTable, find_tables
 from .object_trees import opened
 from .recorder import Reach, Recorder
-from .source import ABSENT, LISTS, Attribute, Source, Step, is_table, set_component, step_name
+from .source import (
+    ABSENT,
+    LISTS,
+    Attribute,
+    Source,
+    Step,
+    is_table,
+    items_of,
+    length,
+    set_component,
+    step_name,
+)
 from .state_inputs import NumberInput, State, TensorInput
 from .symbolic_numbers import SymbolicNumber, at_backward, conditions_of, symbolic
 from .writes import EXTEND, REPLACE, Write, replace_tensors
@@ -113,7 +124,9 @@ class Tables:
     def _restore(self, table: MutableTable) -> None:
         container, before = table.container, table.before
         if isinstance(container, LISTS):
-            if len(container) != len(before) or not all(map(is_, container, before.values())):
+            if length(container) != len(before) or not all(
+                map(is_, items_of(container), before.values())
+            ):
                 container.clear()
                 container.extend(before.values())
             return

@@ -20,6 +20,7 @@ from .source import Attribute, Source, Step, components, set_component, slots_of
 
 _NO_OBJECTS = (Tensor, type, Enum, ModuleType)
 _COLLECTIONS = (dict, list, tuple)
+_KNOWN_PACKAGES = "builtins", "collections", "torch", __name__.partition(".")[0]
 OF_PYTHON = 1 << 9  # flag on classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
 
 
@@ -30,6 +31,18 @@ class Opened:
     cls: type
     components: dict[Step, Any]
     origin: Source | None = None  # in the arguments, if it is there
+
+
+@dataclass
+class Rebuilt:
+    """An object of a class that a user registered with pytree: its class, context and children.
+
+    Its constructor may check its tensors, so it runs when they are there.
+    """
+
+    cls: type
+    context: Any
+    children: list
 
 
 def _with_keys(opened: Any) -> Any:
@@ -47,6 +60,28 @@ if not is_missing(pytree):
         lambda values, context: Opened(context[0], dict(zip(context[1], values)), context[2]),
         flatten_with_keys_fn=_with_keys,
     )
+    pytree.register_pytree_node(
+        Rebuilt,
+        lambda r: (r.children, (r.cls, r.context)),
+        lambda children, context: Rebuilt(*context, list(children)),
+    )
+
+
+def taken_apart(tree: object) -> Any:
+    """Return the tree with Rebuilt for objects of classes that users registered with pytree."""
+
+    def take(part: Any) -> Any:
+        if not _is_registered(part):
+            return part
+        children, context = pytree.SUPPORTED_NODES[type(part)].flatten_fn(part)
+        return Rebuilt(type(part), context, [*map(taken_apart, children)])
+
+    return pytree.tree_map(take, tree, is_leaf=_is_registered)
+
+
+def _is_registered(part: object) -> bool:
+    known = type(part).__module__.partition(".")[0] in _KNOWN_PACKAGES
+    return type(part) in pytree.SUPPORTED_NODES and not known
 
 
 def opened(
@@ -84,13 +119,16 @@ def closed(tree: object, arguments: object = None) -> Any:
 
 
 def is_opened(part: object) -> bool:
-    """Return whether the value is Opened or Entries."""
-    return isinstance(part, (Opened, Entries))
+    """Return whether the value is Opened, Rebuilt or Entries."""
+    return isinstance(part, (Opened, Rebuilt, Entries))
 
 
 def _close_leaf(leaf: object, arguments: object) -> object:
     if isinstance(leaf, Entries):
         return leaf.tensor()
+    if isinstance(leaf, Rebuilt):
+        children = [closed(child, arguments) for child in leaf.children]
+        return pytree.SUPPORTED_NODES[leaf.cls].unflatten_fn(children, leaf.context)
     if not isinstance(leaf, Opened):
         return leaf
     if leaf.origin is not None:

@@ -32,7 +32,17 @@ from .bytecode_names import (
 from .dependencies import hooks_of
 from .guards import KEPT_BY_TORCH, HasAttributes, is_watched, snapshot
 from .object_trees import OF_PYTHON
-from .source import LONG, Attribute, Source, attributes_of, is_table, slots, slots_of
+from .source import (
+    LONG,
+    Attribute,
+    Source,
+    attributes_of,
+    is_table,
+    items_of,
+    length,
+    slots,
+    slots_of,
+)
 
 _FIXED = 1 << 8  # flag on classes without settable attributes: Py_TPFLAGS_IMMUTABLETYPE
 _MANY = 1000  # most objects whose attributes are watched, the nearest first
@@ -236,8 +246,8 @@ class ReachedObjects:
             if isinstance(value, tuple) or is_table(value):
                 # A long table is data, such as a vocabulary; walking it would take longer than the
                 # trace.
-                if len(value) <= LONG:
-                    rest.extend(value.values() if isinstance(value, dict) else value)
+                if length(value) <= LONG:
+                    rest.extend(value.values() if isinstance(value, dict) else items_of(value))
             elif is_function(value):
                 if not (are_named and is_installed(getattr(value, "__module__", None))):
                     self.functions[id(value)] = value

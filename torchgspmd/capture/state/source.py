@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 LISTS = (list, deque)
+_BASES = (tuple, dict, *LISTS)
 LONG = 1000  # containers with more components are not searched
 DEEP = 8  # deepest nesting; a container may contain itself
 
@@ -151,8 +152,8 @@ class Source:
 def _leaves(source: Source, value: Any, depth: int) -> Iterator[tuple[Source, Any]]:
     if not (isinstance(value, tuple) or is_table(value)):
         yield source, value
-    elif len(value) <= LONG and depth < DEEP:
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+    elif length(value) <= LONG and depth < DEEP:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(items_of(value)):
             yield from _leaves(source.at(key), item, depth + 1)
 
 
@@ -229,12 +230,26 @@ def _set_attribute(base: Any, holder: Any, name: str, value: Any) -> None:
         base.__setattr__(holder, name, value)
 
 
+def length(container: Any) -> int:
+    """Return a tuple's, list's or dict's number of items; a subclass's __len__ may be another."""
+    return _base(container).__len__(container)
+
+
+def items_of(container: Any) -> Sequence[Any]:
+    """Return a tuple's or list's items; a subclass's __iter__ may yield others."""
+    return container if type(container) in _BASES else [*_base(container).__iter__(container)]
+
+
+def _base(container: Any) -> Any:
+    return next((each for each in _BASES if isinstance(container, each)), type(container))
+
+
 def components(holder: object) -> dict[Step, Any]:
     """Return a collection's or an object's items and attributes, by their steps."""
     items = (
         holder.items()
         if isinstance(holder, dict)
-        else enumerate(holder)
+        else enumerate(items_of(holder))
         if isinstance(holder, (tuple, *LISTS))
         else ()
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError
-from .object_trees import closed, is_object, opened
+from .object_trees import closed, is_object, opened, taken_apart
 from .source import ABSENT, ARGUMENTS, LISTS, Attribute, Source, Step, components, set_component
 from .symbolic_numbers import Computed, source_of, specialize_tree, to_computed
 
@@ -183,7 +183,9 @@ def replace_tensors(
 ) -> object:
     """Return the value with FromOutput in place of tensors, which are appended to the outputs."""
     return pytree.tree_map_only(
-        Tensor, lambda tensor: FromOutput(_output_index(tensor, outputs)), opened(value, origins)
+        Tensor,
+        lambda tensor: FromOutput(_output_index(tensor, outputs)),
+        opened(taken_apart(value), origins),
     )
 
 

@@ -155,7 +155,11 @@ class Encoder:
             children, context = node.flatten_fn(value)
             return [class_name(type(value)), self.encode(context), *map(encode, children)]
 
-        return ["tree", encode(pytree.tree_unflatten([*range(tree.num_leaves)], tree))]
+        try:
+            numbered = pytree.tree_unflatten([*range(tree.num_leaves)], tree)
+        except Exception as error:  # a user's class that takes tensors alone
+            raise Unshareable("a class of an argument or result takes no numbers") from error
+        return ["tree", encode(numbered)]
 
 
 def class_name(cls: type) -> str:
