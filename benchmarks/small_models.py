@@ -89,7 +89,6 @@ def diffusers_names() -> list[str]:
 FEWER = [  # names of a constructor's arguments, and their largest value
     (r"max_text_seq_length|text_len", 7),
     (r"^sample_(width|height)$|^(min_num_gist_tokens|gist_step|gist_min_text_len)$", 8),
-    (r"^sample_(size|frames)$", 64),
     (r"num_\w*(layers|blocks)$|layers_per_block|depth$|^(n|mmdit)_\w*layers$", 1),
     (r"num_\w*heads|^n_(kv_)?heads", 2),
     (r"cross_attention_dim|joint_attention_dim|caption|text_.*dim|pooled", 32),
@@ -180,8 +179,8 @@ def fit_axes(known: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 REDUCTIONS = (  # narrow, divide heads, fit axes, fill None, divide the layers' widths
-    (True, True, True, False, 1), (False, True, True, False, 1), (True, False, True, False, 1),
-    (True, True, True, True, 1), (True, True, False, False, 1), (False, True, False, False, 1),
+    (True, True, True, False, 1), (True, True, False, False, 1), (False, True, True, False, 1),
+    (False, True, False, False, 1), (True, False, True, False, 1), (True, True, True, True, 1),
     (False, False, False, False, 1), (True, True, True, False, 8), (False, False, False, False, 8),
 )  # fmt: skip
 SEARCH = 10  # CPU seconds, after which no more arguments are tried
