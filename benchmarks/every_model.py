@@ -66,12 +66,11 @@ from small_models import (
     diffusers_names,
     timm_model,
     timm_names,
-    torchvision_model,
-    torchvision_names,
     without_broken_packages,
     x_transformers_model,
     x_transformers_names,
 )
+from small_torchvision import torchvision_model, torchvision_names
 from small_transformers import LARGEST, transformers_model, transformers_names
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -213,7 +212,7 @@ def run_model(given: argparse.Namespace, op: str) -> dict[str, Any]:
     torch.manual_seed(0)
     try:
         model, kwargs = LIBRARIES[library][1](name)
-        model.eval()
+        model.train("targets" in kwargs)  # detectors get them in training alone
         row["parameters"] = sum(p.numel() for p in model.parameters())
         if row["parameters"] > LARGEST:
             raise MemoryError(f"{row['parameters']:,} parameters: not small")

@@ -1,4 +1,4 @@
-"""Models of timm, torchvision and diffusers, made small by one function for each library."""
+"""Models of timm, diffusers and x-transformers, made small by one function for each library."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import itertools
 import math
 import re
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from narrow_models import Built, narrowed
+from small_torchvision import without_cuda_ops
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
-Built = tuple[nn.Module, dict[str, Any]]  # a model and the arguments of a call
 BATCH, LARGEST = 4, 30_000_000  # rows, and parameters
-
-
-def without_cuda_ops() -> None:
-    """Define the operations without which torchvision cannot be imported on a host without CUDA."""
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    without_cuda_ops.library = library
 
 
 def without_broken_packages() -> None:
@@ -51,44 +47,33 @@ def timm_model(module: str) -> Built:
     timm = importlib.import_module("timm")
     names = timm.list_models(module=module)
     name = next((n for small in SMALLEST for n in names if small in n), names[0])
-    first: Exception | None = None
+    last: Exception = TypeError("no arguments")
     widths = {"embed_dim": 32, "num_heads": 2}, {"embed_dim": 32}, {"embed_dim": 48}, {}
-    for width, depth, classes in itertools.product(widths, ({"depth": 2}, {}), (10, 0)):
+    ways = itertools.product((1, 8, 4), widths, ({"depth": 2}, {}), (11, 0))
+    for by, width, depth, classes in ways:
         fewer = {**width, **depth, **({"num_classes": classes} if classes else {})}
+        if by > 1 and width:
+            continue  # the layers' widths are divided
         try:
-            model = timm.create_model(name, **fewer)
-            size = model.default_cfg.get("input_size", (3, 224, 224))
-            if not model.default_cfg.get("fixed_input_size") and size[-1] > 64:
-                size = (3, 64, 64)
-            x = torch.randn(BATCH, *size)
-            model.eval()(x)
-            return model, {"x": x}
-        except Exception as failed:  # noqa: BLE001 (no such argument, a list, or it does not fit)
-            first = first or failed
-    raise first or TypeError("no arguments")
-
-
-def torchvision_names() -> list[str]:
-    """The smallest model of each family, of the models whose argument is a batch."""
-    models = importlib.import_module("torchvision").models
-    families: dict[str, dict[str, int]] = {}
-    for module in (models, models.segmentation, models.video):
-        for name in models.list_models(module=module):
-            weights = next(iter(models.get_model_weights(name)), None)
-            size = weights.meta["num_params"] if weights else 10**9
-            families.setdefault(re.split(r"[\d_]", name)[0], {})[name] = size
-    return sorted(min(sizes, key=sizes.__getitem__) for sizes in families.values())
-
-
-def torchvision_model(name: str) -> Built:
-    torchvision = importlib.import_module("torchvision")
-    builder = inspect.signature(torchvision.models.get_model_builder(name))
-    given = {"weights_backbone": None} if "weights_backbone" in builder.parameters else {}
-    model = torchvision.models.get_model(name, num_classes=10, **given)
-    side = 299 if "inception" in name else 224 if re.match("vit|maxvit|mvit", name) else 64
-    module = type(model).__module__
-    frames = (16,) if ".video." in module else ()
-    return model, {"x": torch.randn(BATCH // 2 if frames else BATCH, 3, *frames, side, side)}
+            with torch.device("meta"), narrowed(by):
+                size = sum(p.numel() for p in timm.create_model(name, **fewer).parameters())
+            if size > LARGEST:
+                raise MemoryError(f"{size:,} parameters: not small")
+            with narrowed(by):
+                model = timm.create_model(name, **fewer)
+        except Exception as failed:  # noqa: BLE001 (no such argument, or a list)
+            last = failed
+            continue
+        given = model.default_cfg.get("input_size", (3, 224, 224))
+        small = not model.default_cfg.get("fixed_input_size") and given[-1] > 64
+        for side in (64, 56, given[-1]) if small else given[-1:]:
+            x = torch.randn(BATCH, given[0], side, side)
+            try:
+                model.eval()(x)
+                return model, {"x": x}
+            except Exception as failed:  # noqa: BLE001 (it does not fit)
+                last = failed
+    raise last
 
 
 DIFFUSERS = r"(Transformer\w*Model|UNet\w*Model|Autoencoder\w+|VQModel|ControlNetModel|\w+DModel)$"
@@ -102,13 +87,16 @@ def diffusers_names() -> list[str]:
 
 
 FEWER = [  # names of a constructor's arguments, and their largest value
-    (r"num_\w*layers|layers_per_block|^depth$|num_blocks$", 1),
-    (r"num_(attention_|key_value_)?heads|^n_heads", 2),
+    (r"max_text_seq_length|text_len", 7),
+    (r"^sample_(width|height)$|^(min_num_gist_tokens|gist_step|gist_min_text_len)$", 8),
+    (r"num_\w*(layers|blocks)$|layers_per_block|depth$|^(n|mmdit)_\w*layers$", 1),
+    (r"num_\w*heads|^n_(kv_)?heads", 2),
     (r"cross_attention_dim|joint_attention_dim|caption|text_.*dim|pooled", 32),
 ]
 NARROWER = [  # these do not fit each other in each model
-    (r"^(base_|decoder_base_|inner_|hidden_|ffn_)?(dim|size)$|^(d_model|embed_dim|width)$", 32),
-    (r"(intermediate|mlp|ffn?|ff_inner).*(size|dim|width)$", 64),
+    (r"^((decoder_)?base|inner|hidden|ffn|model|time)?_?(dim|size)$", 32),
+    (r"^(d_model|embed_dim|width|model_channels|ch)$", 32),
+    (r"(intermediate|mlp|ffn?|ff|ff_inner)_(size|dim|width)$", 64),
     (r"^((base|model|encoder|decoder)_)?channels$|channels_base$", 32),
     (r"^(encoder|decoder|latent)_(dim|hidden_size)$", 32),
 ]
@@ -120,17 +108,26 @@ NEEDED = [  # arguments without a default
     (r"compression_ratio", 2),
     (r"layers", 1),
 ]
+UNKNOWN = [  # arguments that are None: often needed, and where nothing else runs
+    (r"in_channels|sample_size", 32),
+    (r"patch_size", 2),
+    (r"num_\w*(layers|heads)", 2),
+    (r"\w*(channels|dim|dim_t5|size)", 32),
+]
+NUMBERS = [(r"\w*(layers|places|ids)\w*", [0]), (r"\w*(channels|dims?)", [32, 32])]
 PART = 4  # of a head's width, and of the parts of it that rotate
 
 
-def diffusers_arguments(cls, narrow: bool, divide: bool) -> dict[str, Any]:
+def diffusers_arguments(cls, narrow: bool, divide: bool, fit: bool, fill: bool) -> dict[str, Any]:
     """A constructor's defaults, made small."""
     given: dict[str, Any] = {}
     parameters = inspect.signature(cls.__init__).parameters
     defaults = {key: parameter.default for key, parameter in parameters.items()}
     for key, value in defaults.items():
-        if key in ("in_channels", "sample_size") and value is None:
-            given[key] = 32
+        if value is None:
+            numbers = "list[int]" in str(parameters[key].annotation).lower()
+            table = NUMBERS if numbers else UNKNOWN if fill else UNKNOWN[:1]
+            given |= {key: v for p, v in table[::-1] if re.fullmatch(p, key)}  # noqa: B035 (the first)
         if value is inspect.Parameter.empty:
             given |= {key: v for p, v in NEEDED[::-1] if re.search(p, key)}  # noqa: B035 (the first)
         if type(value) is int and value > 0:
@@ -143,46 +140,98 @@ def diffusers_arguments(cls, narrow: bool, divide: bool) -> dict[str, Any]:
             if "channels" in key:
                 part = 1 if narrow else max(min(value) // 16, 1)  # else they keep their ratios
                 given[key] = type(value)(min(v, 32) if narrow else v // part for v in value)
+            elif "heads" in key:
+                given[key] = type(value)(2 for _ in value)
             elif divide and re.search(r"axes_dims?|rope_dim", key):
                 given[key] = type(value)(v // PART for v in value)
+            elif re.search(r"layers$|layer_ids$|places$", key) and value != sorted(set(value)):
+                given[key] = type(value)(1 for _ in value)
+            elif re.search(r"layers$|layer_ids$|places$", key):  # numbers of layers
+                given[key] = type(value)([0])
             elif re.search(r"num_layers|depths$", key):
                 given[key] = type(value)(1 for _ in value)
     factors = ("num_attention_heads", "attention_head_dim")
     if all(type(defaults.get(key)) is int for key in factors):
         whole, small = (math.prod(of[key] for key in factors) for of in (defaults, given))
         given |= {key: small for key, value in defaults.items() if value == whole > 1}
+    if fit:
+        fit_axes({**defaults, **given}, given)
     return given
+
+
+WIDTH = ("hidden_size", "dim", "inner_dim", "model_dim", "width")
+HEADS = ("num_attention_heads", "num_heads", "n_heads")
+HEAD = ("attention_head_dim", "head_dim")
+
+
+def fit_axes(known: dict[str, Any], given: dict[str, Any]) -> None:
+    """Let the parts of a head that rotate with each axis add up to the head's width."""
+
+    def number(names: tuple[str, ...]) -> int | None:
+        return next((known[n] for n in names if type(known.get(n)) is int), None)
+
+    width, heads, head = number(WIDTH), number(HEADS), number(HEAD)
+    head = head or (width // heads if width and heads else None)
+    for key, value in known.items():
+        if head and re.search(r"axes_dims?|rope_dim_list", key) and isinstance(value, tuple | list):
+            part = head // (2 * len(value)) * 2
+            given[key] = type(value)([head - part * (len(value) - 1), *[part] * (len(value) - 1)])
+
+
+REDUCTIONS = (  # narrow, divide heads, fit axes, fill None, divide the layers' widths
+    (True, True, True, False, 1), (True, True, False, False, 1), (False, True, True, False, 1),
+    (False, True, False, False, 1), (True, False, True, False, 1), (True, True, True, True, 1),
+    (False, False, False, False, 1), (True, True, True, False, 8), (False, False, False, False, 8),
+)  # fmt: skip
+SEARCH = 10  # CPU seconds, after which no more arguments are tried
+
+
+def line_of(error: Exception, cls: type[nn.Module]) -> int:
+    """Return the line of a class's forward that an error comes from."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = inspect.unwrap(cls.forward).__code__
+    return max((line for code, line in frames if code is own), default=0)
 
 
 def diffusers_model(name: str) -> Built:
     """The narrowest that runs of a constructor's defaults made small."""
     diffusers = importlib.import_module("diffusers")
-    cls, first = getattr(diffusers, name), None
-    for narrow, divide in ((True, True), (False, True), (True, False), (False, False)):
+    cls, furthest = getattr(diffusers, name), ((-1, -1), TypeError("no arguments"))
+    done: list[nn.Module] = []  # layers that have run
+    end = time.process_time() + SEARCH
+    for narrow, divide, fit, fill, by in REDUCTIONS:
         try:
-            given = diffusers_arguments(cls, narrow, divide)
-            with torch.device("meta"):
+            given = diffusers_arguments(cls, narrow, divide, fit, fill)
+            with torch.device("meta"), narrowed(by):
                 size = sum(p.numel() for p in cls(**given).parameters())
             if size > LARGEST:
                 raise MemoryError(f"{size:,} parameters: not small")
-            model = cls(**given).eval()
-            tried: set[tuple] = set()
-            for kwargs in diffusers_inputs(model):
-                kinds = (
-                    (k, getattr(v, "shape", 0), str(getattr(v, "dtype", 0)))
-                    for k, v in kwargs.items()
-                )
-                if (kind := tuple(kinds)) in tried:
-                    continue
-                tried.add(kind)
-                try:
-                    model(**kwargs)
-                    return model, kwargs
-                except Exception as failed:  # noqa: BLE001 (other arguments may fit)
-                    first = first or failed
+            with narrowed(by):
+                model = cls(**given).eval()
         except Exception as failed:  # noqa: BLE001 (other sizes may fit)
-            first = first or failed
-    raise first or TypeError("no arguments")
+            furthest = max(furthest, ((-1, 0), failed), key=lambda f: f[0])
+            continue
+        tried: set[tuple] = set()
+        for kwargs in diffusers_inputs(model):
+            kinds = (
+                (k, getattr(v, "shape", 0), str(getattr(v, "dtype", 0))) for k, v in kwargs.items()
+            )
+            if (kind := tuple(kinds)) in tried:
+                continue
+            if time.process_time() > end:
+                raise furthest[1]
+            tried.add(kind)
+            done.clear()
+            hook = register_module_forward_hook(lambda layer, *_: done.append(layer))
+            try:
+                model(**kwargs)
+                return model, kwargs
+            except Exception as failed:  # noqa: BLE001 (other arguments may fit)
+                far = len(done), line_of(failed, type(model))
+                furthest = max(furthest, (far, failed), key=lambda f: f[0])
+            finally:
+                hook.remove()
+    raise furthest[1]
 
 
 TEXT = (
@@ -192,13 +241,22 @@ TEXT = (
 OTHER_TEXT = r"^(text|cap|caption|txt|context)\w*_(in_)?(dim|channels)$"
 
 
+MORE = (  # arguments with a default that some need, in turn
+    "timestep", "img_shapes", "class_labels", "added_cond_kwargs", "control_hidden_states",
+    "pose_hidden_states", "padding_mask", "pooled_embeds", "conditioning_mask",
+)  # fmt: skip
+
+
 def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
     """Yield arguments by their names: pictures, videos, sequences; needed ones, then all known."""
     names, config = inspect.signature(model.forward).parameters, model.config
     needed = {n for n, p in names.items() if p.default is inspect.Parameter.empty}
     side = getattr(config, "sample_size", None)
     side = side if isinstance(side, int) and side <= 64 else 16
-    channels = getattr(config, "in_channels", 4) or 4
+    inputs = (getattr(config, n, None) for n in ("in_channels", "in_visual_dim", "in_dim"))
+    channels = next((n for n in inputs if type(n) is int), 4)
+    controls = [getattr(config, n, None) for n in ("vace_in_channels", "control_in_dim")]
+    controls = [n for n in (*controls, getattr(config, "latent_channels", None)) if type(n) is int]
     widths = [w for n in TEXT if isinstance(w := getattr(config, n, None), int)]
     widths += [v for n, v in config.items() if type(v) is int and re.search(OTHER_TEXT, n)]
     heard = getattr(config, "audio_in_channels", None) or channels
@@ -207,6 +265,7 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
     pictures = [(channels, side, side), (channels, 5, side, side), (16, channels)]
     pictures += [(5, channels, side, side), (3, 5, 32, 32), (3, 9, 64, 64), (3, 64, 64)]
     heard_channels = getattr(config, "audio_channels", None) or channels
+    pictures += [(1, side, side, channels), (channels, 1, 16, 16)]
     pictures += [(channels, 1920), (1, 1920), (channels, 7), (heard_channels, 4096)]
     words_of = [
         getattr(config, n, None) for n in ("codebook_size", "vocab_size", "prior_vocab_size")
@@ -214,6 +273,9 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
     most = min((n for n in words_of if type(n) is int), default=8)
     embedded = getattr(config, "cond_embed_dim", None) or pooled
     conditions = getattr(config, "conditioning_channels", None) or 3
+    ahead = 1 if getattr(config, "use_simplified_condition_embedding", False) else 8
+    texts = (getattr(config, f"{n}_dim_t5", None) for n in ("cross_attention", "text_embed"))
+    other_text = next((n for n in texts if type(n) is int), 32)
     times = torch.randint(1, 1000, (BATCH,))
     axes = (getattr(config, n, None) for n in ("axes_dims_rope", "axes_dims", "axes_dim"))
     places = next((len(a) for a in axes if isinstance(a, tuple | list)), 3)
@@ -238,7 +300,13 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
             r"indices_latents": torch.arange(shape[1] if len(shape) == 4 else 1),
             r"audio_num_frames": 6,
             r"class_labels": torch.randint(0, 4, (batch,)),
-            r"pooled_projections|encoder_pooled_projections": torch.randn(batch, pooled),
+            r"encoder_hidden_states_t5": torch.randn(batch, 7, other_text),
+            r"image_meta_size": torch.full((batch, 6), float(side)),
+            r"style": torch.zeros(batch).long(),
+            r"text_embedding_mask(_t5)?": torch.ones(batch, 7),
+            r"pooled_projections|encoder_pooled_projections|pooled_embeds": torch.randn(
+                batch, pooled
+            ),
             r"img_ids": rows.float(),
             r"txt_ids": torch.zeros(7, places),
             r"num_frames": 1,
@@ -246,9 +314,13 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
             r"guidance": torch.full((batch,), 3.5),
             r"controlnet_cond": picture
             if len(shape) == 2
-            else torch.randn(batch, conditions, *shape[1:-2], 8 * side, 8 * side),
-            r"conditioning_mask": torch.ones(batch, 1, *shape[1:-2], 8 * side, 8 * side),
-            r"controls_latents|latents|control_context": picture,
+            else torch.randn(batch, conditions, *shape[1:-2], ahead * side, ahead * side),
+            r"padding_mask": torch.ones(1, 1, *shape[-2:]),
+            r"conditioning_mask": torch.ones(batch, 1, *shape[1:-2], ahead * side, ahead * side),
+            r"controls_latents|latents": picture,
+            r"(control|pose)_hidden_states|control_context": torch.randn(
+                batch, *controls[:1] or shape[:1], *shape[1:]
+            ),
             r"condition_mask": torch.ones(batch, 1, *shape[1:]),
             r"img_shapes": [[(1, 4, 4)]] * batch,
             r"img_mask": torch.ones(batch, 16).bool(),
@@ -271,7 +343,7 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
         known = {n: v for n in names for pattern, v in made.items() if re.fullmatch(pattern, n)}
         once = {n: v for n, v in known.items() if n in needed}
         yield once
-        for more in ("timestep", "img_shapes", "class_labels", "added_cond_kwargs"):
+        for more in MORE:
             once |= {n: v for n, v in known.items() if n == more}
             yield dict(once)
         yield {n: v for n, v in known.items() if n != "guidance"}

@@ -171,7 +171,16 @@ def behind_a_branch(x):
     return x * 3
 
 
-RAISES = [raising, formatting, asserting, behind_a_branch]
+def checking(x):
+    """What torchvision's detectors do with boxes without an area."""
+    if x.sum() > 100:
+        torch._assert(False, "positive")
+    if x.isnan().any():
+        torch._check_value(False, lambda: "not a number")
+    return x * 2
+
+
+RAISES = [raising, formatting, asserting, behind_a_branch, checking]
 
 
 @pytest.mark.parametrize("program", RAISES, ids=lambda program: program.__name__)

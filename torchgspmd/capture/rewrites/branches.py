@@ -13,6 +13,7 @@ the other is traced, and a run raises when its forward has ended.
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -215,9 +216,11 @@ def _traced(
 
 
 def _is_raised_by_program(error: Exception) -> bool:
-    """Return whether a `raise` of the program raised an error."""
-    trace = innermost_frame_of(error)
-    return not isinstance(error, ShardingError) and trace is not None and trace.tb_next is None
+    """Return whether a `raise` of the program raised an error, or `torch._assert` in it."""
+    if isinstance(error, ShardingError) or (trace := innermost_frame_of(error)) is None:
+        return False
+    last = [frame for frame, _ in traceback.walk_tb(trace)][-1]  # torch._check calls another
+    return trace.tb_next is None or last.f_code.co_filename == torch.__file__
 
 
 def choose(test: object, yes: Callable[[], object], no: Callable[[], object]) -> object:
