@@ -61,6 +61,11 @@ class CallInterceptor(TorchFunctionMode):
         self.gates: list[Gate] = []  # the iterations around that may be none
         self.is_gated = False
 
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, IndexError | KeyError):
+            self.mode.tables.state.leave_out(error)
+
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
@@ -161,7 +166,8 @@ class CallInterceptor(TorchFunctionMode):
         count = count_of(self.mode.node_of(indices), indices.shape[0])
         if count is None or frame.f_back is None or not only_sums(frame.f_back):
             return None
-        return iterations(indices, count, self.gates, frame.f_back)
+        missing = self.mode.tables.state.missing
+        return iterations(indices, count, self.gates, frame.f_back, missing)
 
     def _run_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.sparse_coo_tensor:

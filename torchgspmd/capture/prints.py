@@ -165,7 +165,12 @@ class Prints:
         """Add a row that raises an error if a run's flag [], bool, is True."""
         args = [self._pieces(a) if isinstance(a, str) else a for a in error.args]
         flag = flag if self.path is None else self.path.logical_and(flag)
-        self._add("an exception", ["raise", Raised(type(error), user_line_of(error))], flag, args)
+        self._add(
+            "an exception",
+            ["raise", Raised(type(error), user_line_of(error) or user_line())],
+            flag,
+            args,
+        )
 
     @contextmanager
     def on_side(self, flag: Tensor | None) -> Iterator[None]:

@@ -96,7 +96,35 @@ class Twice(nn.Module):
         return self.two(x + self.one(x))
 
 
-@pytest.mark.parametrize("kind", [Stacked, Named, Numbered, Biased, Assigned, Twice])
+class Offset(Experts):
+    """A class more than there are experts, as for padding: none has its rows."""
+
+    def forward(self, x):
+        best, chosen = self.router(x).softmax(-1).topk(BEST)
+        chosen = self.placed(chosen)
+        mask = F.one_hot(chosen, EXPERTS + 2).permute(2, 1, 0)
+        hit = torch.greater(mask.sum((-1, -2)), 0).nonzero()
+        return self.loop(x, hit, mask, best, torch.zeros_like(x))
+
+    def placed(self, chosen):
+        return chosen
+
+
+class OfTensors(Offset, Stacked):
+    pass
+
+
+class OfModules(Offset):
+    def loop(self, x, hit, mask, best, out):
+        for e in hit:
+            at, rows = torch.where(mask[e[0]])
+            out[rows] += self.scales[f"expert_{e[0]}"](x[rows]) * best[rows, at, None]
+        return out
+
+
+@pytest.mark.parametrize(
+    "kind", [Stacked, Named, Numbered, OfTensors, OfModules, Biased, Assigned, Twice]
+)
 @pytest.mark.parametrize("rows", [7, 1])
 def test_what_was_not_chosen_adds_nothing(kind, rows):
     torch.manual_seed(0)
@@ -207,3 +235,17 @@ class Counted(Elsewhere):
 def test_other_effects_of_a_loop_are_an_error(kind):
     with pytest.raises(ShardingError, match="a loop over '?(hit|what values chose)"):
         gspmd.plan(kind(), rand(7, WIDTH), mesh=gspmd.Mesh(data=2))
+
+
+@pytest.mark.parametrize("kind", [OfTensors, OfModules])
+def test_a_run_that_has_it_raises(kind):
+    class Beyond(kind):
+        def placed(self, chosen):
+            return chosen + torch.where(chosen == 0, EXPERTS + 1, 0)
+
+    torch.manual_seed(0)
+    model, x = Beyond().double(), rand(8, WIDTH).double()
+    with pytest.raises((IndexError, KeyError)) as eager:
+        model(x)
+    with pytest.raises(eager.type, match="6"):
+        gspmd.plan(model, x, mesh=gspmd.Mesh(data=2)).simulate(x)

@@ -7,7 +7,8 @@
         out.index_add_(0, rows, y)                      out.index_add_(0, rows, where(hit[e], y, 0))
 
 All that could be chosen are traced, and those that were not add zeros. A loop with other effects
-is refused: its source has to show that it only sums and assigns rows.
+is refused: its source has to show that it only sums and assigns rows. An iteration that raises
+IndexError or KeyError, as that of a class without an expert, is left out: a run that has it raises.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import operator
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -29,6 +31,7 @@ from ...compat.private_apis import FunctionalTensor
 from ...errors import ShardingError
 from ..assumed_sizes import EMPTY_IS_NOTHING
 from ..traced_values import unwrap, was_mutated
+from .branch_effects import TRACE
 
 _MOST = 64  # iterations; each is traced
 _SUMS = {"index_add_", "scatter_add_"}  # (dim, index, source), in place
@@ -68,14 +71,22 @@ def count_of(node: fx.Node | None, size: object) -> int | None:
     return mask.shape[0] if known and str(rows.shape[0]) == str(size) else None
 
 
+@dataclass
+class Missing:
+    """Iterations that raise an error; by the loop's line, and the index in it."""
+
+    errors: dict[tuple[str, int], Exception] = field(default_factory=dict)
+    broken: tuple[str, int] | None = None  # the one that an error has left last
+
+
 class Gate:
     """An iteration that may be none. flag: whether it is one [], bool.
 
-    around: the traced tensors that are there before.
+    around: the traced tensors that are there before. key: the loop's line, and its index in it.
     """
 
-    def __init__(self, flag: Tensor, around: Iterator[Tensor]) -> None:
-        self.flag = flag
+    def __init__(self, flag: Tensor, around: Iterator[Tensor], key: tuple[str, int]) -> None:
+        self.flag, self.key = flag, key
         self.values = {id(x): (x, unwrap(x)) for x in around}  # as sums have left them
         self.assumed: set[Any] = set()  # sizes that a branch took for more than 0
         self.rows: list[set[Any]] = []  # the sizes in each effect's index
@@ -136,18 +147,32 @@ def _tensors_around(frame: FrameType) -> Iterator[Tensor]:
 
 
 def iterations(
-    indices: Tensor, count: int, gates: list[Gate], frame: FrameType
+    indices: Tensor,
+    count: int,
+    gates: list[Gate],
+    frame: FrameType,
+    missing: Missing,
 ) -> Iterator[Tensor]:
-    """Yield the rows of `nonzero`, as constants: all that could be, each behind a gate."""
+    """Yield the rows of `nonzero`, as constants: all that could be, each behind a gate.
+
+    missing: the iterations that are left out.
+    """
     rows = torch.arange(count).reshape(count, *(1 for _ in indices.shape[1:]))
     flags = (torch.arange(count)[:, None] == indices.reshape(1, -1)).any(1)
     outer = EMPTY_IS_NOTHING.get()
+    line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     for i in range(count):
-        gates.append(gate := Gate(flags[i], _tensors_around(frame)))
+        if (error := missing.errors.get((line, i))) is not None:
+            TRACE.get()[2].refuse(flags[i], error)
+            continue
+        gates.append(gate := Gate(flags[i], _tensors_around(frame), (line, i)))
         EMPTY_IS_NOTHING.set(gate.assumed)
         try:
             yield rows[i]
             gate.check()
+        except GeneratorExit:  # an error ended the loop, since `break` is refused
+            missing.broken = gate.key
+            raise
         finally:
             gates.pop()
             EMPTY_IS_NOTHING.set(outer)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...errors import ShardingError, user_line
 from ..rewrites.branches import Branches
+from ..rewrites.chosen_loops import Missing
 from .source import Source
 
 COUNTED = (int, float)  # types that a SymbolicNumber may stand for (symbolic_numbers.py)
@@ -166,6 +167,7 @@ class State:
         # (builtin_numbers.py)
         self.namespaces: list[dict[str, Any]] = []
         self.branches = Branches()  # on values that only a run knows
+        self.missing = Missing()  # of the iterations that values choose
 
     def add(self, source: Source, value: object = None) -> None:
         """Add a source's entry. value: the value that the program writes there."""
@@ -184,6 +186,7 @@ class State:
         facts += ["it takes numbers of Python"] if not self.is_counting or self.namespaces else []
         facts += ["it branches on values"] if self.branches.lines else []
         facts += ["its code for compilers fails"] if self.is_eager else []
+        facts += [f"iteration {i} at {line} fails" for line, i in sorted(self.missing.errors)]
         return ", ".join(facts)
 
     def look(self) -> None:
@@ -196,6 +199,15 @@ class State:
 
     def stop_counting(self) -> None:
         self.is_counting = False
+
+    def leave_out(self, error: Exception) -> None:
+        """Raise Retrace if an iteration that values choose raised an error."""
+        if (key := self.missing.broken) is None:
+            return
+        self.missing.broken = None
+        kept = error.with_traceback(None)  # whose frames hold traced tensors
+        reason = f"iteration {key[1]} at {key[0]} raises {type(error).__name__}"
+        raise Retrace(reason, partial(self.missing.errors.setdefault, key, kept)) from None
 
     def be_eager(self) -> None:
         """Make torch.compiler.is_compiling() False in traces."""
