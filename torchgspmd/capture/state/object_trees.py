@@ -63,7 +63,7 @@ if not is_missing(pytree):
     pytree.register_pytree_node(
         Rebuilt,
         lambda r: (r.children, (r.cls, r.context)),
-        lambda children, context: Rebuilt(*context, list(children)),
+        lambda children, context: Rebuilt(context[0], context[1], list(children)),
     )
 
 

@@ -207,7 +207,7 @@ class State:
         self.missing.broken = None
         kept = error.with_traceback(None)  # whose frames hold traced tensors
         reason = f"iteration {key[1]} at {key[0]} raises {type(error).__name__}"
-        raise Retrace(reason, partial(self.missing.errors.setdefault, key, kept)) from None
+        raise Retrace(reason, partial(self.missing.errors.update, {key: kept})) from None
 
     def be_eager(self) -> None:
         """Make torch.compiler.is_compiling() False in traces."""
