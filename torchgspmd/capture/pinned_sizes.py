@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compat.fx_nodes import fake_mode
+from ..compat.fx_nodes import fake_mode, reached
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line, user_line_of
 from .argument_sizes import ArgumentSizes
@@ -136,7 +136,10 @@ def _shapes(
     graph, new = fx.Graph(), {}
     graph.graph_copy(captured.graph, new)
     graph.output(tuple(new[result] for result in results))
-    graph.eliminate_dead_code()
+    needed = {*reached([graph.output_node()])}
+    for node in reversed(graph.nodes):  # impure ones too, which eliminate_dead_code keeps
+        if node not in needed and node.op != "placeholder":
+            graph.erase_node(node)
     unused = [None] * (len(captured.inputs) - len(tensors))  # cotangents
     values = fx.Interpreter(fx.GraphModule(captured.constants, graph))
     try:

@@ -128,3 +128,27 @@ def test_values_that_are_not_known_select_when_the_program_runs() -> None:
         want = module(values)
         assert_same(rows, want)
         assert_same(gradients["scale"], torch.autograd.grad(want.sum(), module.scale)[0])
+
+
+def test_a_loop_on_rows_that_values_number():
+    class Groups(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4)
+
+        def forward(self, x, index):
+            rows = int(index.max()) + 1
+            sums = x.new_zeros(rows, 4).index_add(0, index, x)
+            return self.lstm(sums[None])[0][0]
+
+    torch.manual_seed(0)
+    module, x = Groups().double(), torch.randn(8, 4).double()
+    index = torch.tensor([0, 2, 1, 2, 0, 1, 1, 0])
+    plan = gspmd.plan(module, x, index, mesh=Mesh(a=2), in_specs=("a _", "a"), grad=True)
+    for values in (index, index * 2):
+        rows, gradients = plan.simulate(x, values, _poison=True)
+        want = module(x, values)
+        assert_same(rows, want)
+        wanted = torch.autograd.grad(want.sum(), [*module.parameters()])
+        for (name, _), gradient in zip(module.named_parameters(), wanted):
+            assert_same(gradients[name], gradient, name)
