@@ -152,3 +152,51 @@ def test_a_loop_on_rows_that_values_number():
         wanted = torch.autograd.grad(want.sum(), [*module.parameters()])
         for (name, _), gradient in zip(module.named_parameters(), wanted):
             assert_same(gradients[name], gradient, name)
+
+
+def _set(x: Tensor, rows: slice, value: Tensor) -> Tensor:
+    x = x.clone()
+    x[rows] = value
+    return x
+
+
+# Of as many rows as values say, as many as other values say, which are fewer.
+PARTS = {
+    "write": lambda x, y: _set(x, slice(len(y)), y),
+    "write_last": lambda x, y: _set(x, slice(len(x) - len(y), None), y),
+    "read": lambda x, y: x[: len(y)] * y,
+    "read_last": lambda x, y: x[len(x) - len(y) :] * y,
+    "rest": lambda x, y: x[len(y) :] * y.sum(),
+    "narrow": lambda x, y: x.narrow(0, 0, len(y)) + y,
+    "pad": lambda x, y: nn.functional.pad(y, (0, 0, 0, len(x) - len(y))) + x,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_sizes_that_values_decide(part: str) -> None:
+    class Lengths(nn.Module):
+        """Four sizes. The numbers that stand for them in a plan are in another order."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            counts, y = (x[..., 0] > 0).long() + 1, self.inner(x)
+            most = counts.sum(1).max()
+            padded = y.new_zeros(3, most, 4) + 1
+            rows = [torch.repeat_interleave(y[i], counts[i], dim=0) for i in range(3)]
+            return sum(PARTS[part](padded[i], rows[i]).sum(0) for i in range(3))
+
+    torch.manual_seed(0)
+    module, x = Lengths().double(), torch.randn(3, 5, 4).double()
+    x[0] = x[0].abs()
+    plan = gspmd.plan(module, x, mesh=Mesh(data=2), in_specs="auto", grad=True)
+    for values in (x, x * x.new_tensor([1, -1, 1])[:, None, None]):
+        got, gradients = plan.simulate(values, _poison=True)
+        want = module(values)
+        assert_same(got, want)
+        for (name, _), wanted in zip(
+            module.named_parameters(), torch.autograd.grad(want.sum(), [*module.parameters()])
+        ):
+            assert_same(gradients[name], wanted, name)
