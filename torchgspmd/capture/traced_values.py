@@ -219,7 +219,8 @@ def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
                 "no parameter or argument",
                 why="a gradient is computed for what the program is given: it would be lost "
                 "silently",
-                fix="make it a parameter of the module or an argument, or detach() it; if "
+                fix="make it a parameter of the module or an argument, or detach() it; keep "
+                "parameters in nn.ParameterList or nn.ParameterDict, not in a list or dict; if "
                 "the module keeps what an "
                 "earlier call computed, empty that, or call under torch.no_grad()",
             )
