@@ -111,7 +111,8 @@ def weighted(model: nn.Module, args: tuple, result: Any) -> tuple[Any, Tensor]:
     total = torch.zeros(())
     for t in tensors(result):
         if t.requires_grad and t.dim():
-            total = total + (t * torch.cos(torch.arange(t.shape[-1]))).sum()
+            places = torch.arange(t.shape[-1], dtype=t.real.dtype)
+            total = total + (t * torch.cos(places)).sum()
     return result, total
 
 
