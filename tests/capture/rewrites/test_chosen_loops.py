@@ -114,6 +114,14 @@ class OfTensors(Offset, Stacked):
     pass
 
 
+TENSORS = pytest.param(
+    OfTensors,
+    marks=pytest.mark.skipif(
+        torch.__version__ < "2.10", reason="a trace of torch 2.9 lets an index beyond the rows pass"
+    ),
+)
+
+
 class OfModules(Offset):
     def loop(self, x, hit, mask, best, out):
         for e in hit:
@@ -123,7 +131,7 @@ class OfModules(Offset):
 
 
 @pytest.mark.parametrize(
-    "kind", [Stacked, Named, Numbered, OfTensors, OfModules, Biased, Assigned, Twice]
+    "kind", [Stacked, Named, Numbered, TENSORS, OfModules, Biased, Assigned, Twice]
 )
 @pytest.mark.parametrize("rows", [7, 1])
 def test_what_was_not_chosen_adds_nothing(kind, rows):
@@ -237,7 +245,7 @@ def test_other_effects_of_a_loop_are_an_error(kind):
         gspmd.plan(kind(), rand(7, WIDTH), mesh=gspmd.Mesh(data=2))
 
 
-@pytest.mark.parametrize("kind", [OfTensors, OfModules])
+@pytest.mark.parametrize("kind", [TENSORS, OfModules])
 def test_a_run_that_has_it_raises(kind):
     class Beyond(kind):
         def placed(self, chosen):
