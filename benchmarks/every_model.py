@@ -104,9 +104,9 @@ def tensors(tree) -> list[Tensor]:
 
 
 def weighted(model: nn.Module, args: tuple, result: Any) -> tuple[Any, Tensor]:
-    """A forward hook: the result, and a sum whose gradients are none of rounding.
+    """A forward hook: the result, and a sum whose gradients are more than rounding.
 
-    The plain sum of what a softmax or a layer norm returns does not depend on the weights before.
+    The plain sum of a softmax or a layer norm is a constant.
     """
     total = torch.zeros(())
     for t in tensors(result):
@@ -204,14 +204,24 @@ def compared(one: Subject, layout: Layout, row: dict[str, Any]) -> str | None:
     row["replicated"] = sorted({r.op for r in plan.replicated_ops if r.why.startswith("no rule")})
     got = plan.simulate(_poison=True, **kwargs)
     outs, grads = got if grad else (got, {})
-    names = [n for n, p in model.named_parameters() if p.requires_grad]
-    missing = [n for n, w in zip(names, want[1]) if w is not None and n not in grads]
-    if missing:
+    named = [n for n, p in model.named_parameters() if p.requires_grad]
+    why = difference(tensors(outs), [grads.get(n) for n in named], want, exact, named)
+    # A copy's lambda may keep the first model, as x-transformers' with tied embeddings.
+    return why and difference(
+        tensors(outs), [grads.get(n) for n in named], eager(model, kwargs), exact, named
+    )
+
+
+def difference(
+    outs: list[Tensor], grads: list[Tensor | None], want: tuple, exact: float, names: list[str]
+) -> str | None:
+    """Return how results or gradients differ from those of eager PyTorch, if so."""
+    pairs = [(n, g, w) for n, g, w in zip(names, grads, want[1]) if w is not None]
+    if missing := [n for n, g, _ in pairs if g is None]:
         return f"no gradient of {missing[:3]}"
-    pairs = [(grads[n], w) for n, w in zip(names, want[1]) if w is not None]
-    largest = max((float(w.abs().max()) for _, w in pairs if w.numel()), default=0.0) or 1.0
-    return differs(tensors(outs), want[0], exact) or differs(  # a gradient may be but rounding
-        [g / largest for g, _ in pairs], [w / largest for _, w in pairs], exact
+    largest = max((float(w.abs().max()) for _, _, w in pairs if w.numel()), default=0.0) or 1.0
+    return differs(outs, want[0], exact) or differs(  # a gradient may be but rounding
+        [g / largest for _, g, _ in pairs], [w / largest for _, _, w in pairs], exact
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 BATCH, LENGTH, VOCABULARY = 4, 16, 96
 PATIENCE = 10  # CPU seconds for the calls of one small model
 
-# ------------------------------------------------------------------------------ what a name may be
+# ------------------------------------------------------------------------------- candidates by name
 
 
 def setting(config, *names: str, default: Any = None, first: str = "") -> Any:
@@ -271,7 +271,7 @@ def transformers_inputs(model: nn.Module, arguments: Arguments) -> Iterator[dict
             yield {n: made[n][min(turn, len(made[n]) - 1)] for n in sorted(chosen)}
 
 
-# ------------------------------------------------------------------------- what a message asks for
+# ----------------------------------------------------------------------------- repairs by a message
 
 SIZES = (  # of the last dimension: the one there is, and the one wanted
     r"cannot be multiplied \(\d+x(?P<got>\d+) and (?P<want>\d+)x\d+\)",

@@ -133,7 +133,7 @@ def first_that_runs(
 ) -> Built:
     """The first model and call that run on one device.
 
-    worlds: what is known of a constructor's arguments, and of forward's, of a model and its own.
+    worlds: values of the constructor's and of forward's arguments, by name, for a model.
     """
     first: Exception | None = None
     for named, inputs in worlds:
@@ -183,7 +183,7 @@ GRAPH_SIZES = [
 
 
 def graphs(width: int, out: int, inner: int) -> tuple[Named, Callable[[nn.Module, dict], Named]]:
-    """What constructors and forwards are given for nodes of some widths."""
+    """Arguments of constructors and forwards, for nodes of some widths."""
     own = importlib.import_module("torch_geometric.nn")
     torch.manual_seed(1)
     edges = torch.randint(0, NODES, (2, EDGES))

@@ -165,7 +165,7 @@ HEAD = ("attention_head_dim", "head_dim")
 
 
 def fit_axes(known: dict[str, Any], given: dict[str, Any]) -> None:
-    """Let the parts of a head that rotate with each axis add up to the head's width."""
+    """Make the parts of a head that rotate with each axis add up to its width."""
 
     def number(names: tuple[str, ...]) -> int | None:
         return next((known[n] for n in names if type(known.get(n)) is int), None)

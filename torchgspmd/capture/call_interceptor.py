@@ -60,6 +60,7 @@ class CallInterceptor(TorchFunctionMode):
         self.lists: dict[int, tuple[Tensor, Any]] = {}  # by a tensor's id, its nested list
         self.gates: list[Gate] = []  # the iterations around that may be none
         self.is_gated = False
+        mode.tables.state.missing.broken = None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)

@@ -257,3 +257,18 @@ def test_a_run_that_has_it_raises(kind):
         model(x)
     with pytest.raises(eager.type, match="6"):
         gspmd.plan(model, x, mesh=gspmd.Mesh(data=2)).simulate(x)
+
+
+class Caught(OfModules):
+    """An iteration's error that the program catches, and another error behind it."""
+
+    def loop(self, x, hit, mask, best, out):
+        try:
+            return super().loop(x, hit, mask, best, out)
+        except KeyError:
+            return [out][EXPERTS]
+
+
+def test_another_error_behind_a_loop_is_the_programs_own():
+    with pytest.raises(IndexError, match="list index out of range"):
+        gspmd.plan(Caught().double(), rand(8, WIDTH).double(), mesh=gspmd.Mesh(data=2))

@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -76,7 +76,8 @@ class Missing:
     """Iterations that raise an error; by the loop's line, and the index in it."""
 
     errors: dict[tuple[str, int], Exception] = field(default_factory=dict)
-    broken: tuple[str, int] | None = None  # the one that an error has left last
+    # the one that an error has left last in this trace, and the code of its function
+    broken: tuple[tuple[str, int], CodeType] | None = None
 
 
 class Gate:
@@ -147,11 +148,7 @@ def _tensors_around(frame: FrameType) -> Iterator[Tensor]:
 
 
 def iterations(
-    indices: Tensor,
-    count: int,
-    gates: list[Gate],
-    frame: FrameType,
-    missing: Missing,
+    indices: Tensor, count: int, gates: list[Gate], frame: FrameType, missing: Missing
 ) -> Iterator[Tensor]:
     """Yield the rows of `nonzero`, as constants: all that could be, each behind a gate.
 
@@ -171,7 +168,7 @@ def iterations(
             yield rows[i]
             gate.check()
         except GeneratorExit:  # an error ended the loop, since `break` is refused
-            missing.broken = gate.key
+            missing.broken = gate.key, frame.f_code
             raise
         finally:
             gates.pop()

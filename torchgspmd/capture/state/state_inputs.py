@@ -12,6 +12,7 @@ sources, and writes their new values (writes.py). So are numbers that change fro
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -202,9 +203,12 @@ class State:
 
     def leave_out(self, error: Exception) -> None:
         """Raise Retrace if an iteration that values choose raised an error."""
-        if (key := self.missing.broken) is None:
+        broken, self.missing.broken = self.missing.broken, None
+        frames = traceback.walk_tb(error.__traceback__)
+        # The program may have caught that iteration's error, and this one is another.
+        if broken is None or all(frame.f_code is not broken[1] for frame, _ in frames):
             return
-        self.missing.broken = None
+        key, _ = broken
         kept = error.with_traceback(None)  # whose frames hold traced tensors
         reason = f"iteration {key[1]} at {key[0]} raises {type(error).__name__}"
         raise Retrace(reason, partial(self.missing.errors.update, {key: kept})) from None
