@@ -191,20 +191,21 @@ def test_what_a_module_remembers_is_not_of_the_trace():
 
 @pytest.mark.parametrize("use", [lambda t: t, lambda t: t * 2])
 def test_a_gradient_that_would_be_lost_is_an_error(use):
-    """Of a tensor that the module holds and does not own."""
+    """Of a tensor that the module reads, and that no attribute, list or variable has."""
     other, x = torch.ones(8, requires_grad=True), rand(4, 8)
 
     class Holds(nn.Module):
         def __init__(self, how):
             super().__init__()
-            self.scale, self.tensors, self.how = nn.Parameter(torch.ones(8)), [use(other)], how
+            self.scale, self.how = nn.Parameter(torch.ones(8)), how
+            self.held = functools.partial(lambda how, tensor: how(tensor), tensor=use(other))
 
         def forward(self, x):
-            return x * self.scale + self.how(self.tensors[0])
+            return x * self.scale + self.held(self.how)
 
     with pytest.raises(
         gspmd.ShardingError,
-        match=r"tensor \[8\] that requires a gradient, and is no parameter or argument",
+        match=r"tensor \[8\] that requires a gradient, and is no parameter, argument",
     ):
         gspmd.plan(Holds(torch.tanh), x, mesh=BIG, grad=True)
     for how in (torch.detach, torch.no_grad()(torch.tanh)):

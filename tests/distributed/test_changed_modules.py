@@ -311,6 +311,7 @@ CHANGES = {
     "tensor for a number": lambda m: setattr(m, "scale", torch.tensor(3.0).double()),
     "in a dict": lambda m: m.table.update(a=9.0),
     "in a list": lambda m: m.extras.append(torch.ones(8).double()),
+    "a parameter in a list": lambda m: m.extras.append(nn.Parameter(torch.ones(8).double())),
     "in a list, in place": lambda m: between(
         m,
         lambda m: m.extras.append(torch.ones(8).double()),
@@ -363,9 +364,11 @@ REFUSED = {
         lambda m: m.add_module("more", nn.Linear(3, 3)),
         "parameter 'more.weight' is a plain tensor",
     ),
-    "a parameter in a list": (
-        lambda m: m.extras.append(nn.Parameter(torch.ones(8).double())),
-        "requires a gradient, and is no parameter or argument",
+    "a parameter in a default": (
+        lambda m: m.block.register_forward_hook(
+            lambda m, x, y, scale=nn.Parameter(torch.ones(8).double()): y * scale
+        ),
+        "requires a gradient, and is no parameter, argument",
     ),
     "data of another dtype": (
         lambda m: setattr(m.up.weight, "data", torch.ones(16, 8)),

@@ -37,6 +37,7 @@ from .normalize import normalize
 from .rewrites.microbatches import Microbatches
 from .rewrites.new_tensors import WRITTEN, WRITTEN_ERROR
 from .state.dependencies import HookTables
+from .state.mutable_tables import names_of
 from .state.mutations import Tables
 from .state.object_trees import opened
 from .state.recorder import record_reads
@@ -241,11 +242,9 @@ class _Capture:
         ]
         inputs += [_input(ARGUMENT, self.names[i], leaves[i], mesh) for i in slots]
         state_tensors = [each.tensor() for each in state_inputs]
-        modules = fn.named_modules() if self.is_module else ()
-        owners = {id(module): f"{name}." for name, module in modules if name}
         inputs += [
-            _input(ARGUMENT, owners.get(id(each.source.root), "") + each.name, tensor, mesh)
-            for each, tensor in zip(state_inputs, state_tensors)
+            _input(ARGUMENT, name, tensor, mesh)
+            for name, tensor in zip(names_of(fn, state_inputs), state_tensors)
         ]
         tensors, first = [*self.tensors, *state_tensors], len(self.tensors)
         tables = Tables(fn, FunctionalTensor, state, self.varying.now)

@@ -21,7 +21,7 @@ from .prints import Breakpoint, Breakpoints, Prints, Side
 from .rewrites.branch_effects import TRACE
 from .rewrites.numpy_arrays import check_left
 from .stand_in_sizes import NUMBERS
-from .state.dependencies import with_tensors
+from .state.dependencies import named_tensors, with_tensors
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened
 from .state.state_inputs import AskedOrders, TensorInput, Varying
@@ -189,6 +189,8 @@ class TracedProgram:
         stand_ins = inputs[len(inputs) - len(self.state_inputs) :]
         used = self._cast(inputs)
         tables, module = self.tables, self.fn if isinstance(self.fn, nn.Module) else None
+        tensors = {} if module is None else dict(named_tensors(module))
+        self.registered = {id(tensors[name]): x for name, x in zip(self.names, used)}
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor | None]]:
             results = self._forward_backward(inputs, used, tracker)
@@ -196,7 +198,7 @@ class TracedProgram:
             return results
 
         with (
-            tables.substitute(self.state_inputs, stand_ins),
+            tables.substitute(self.state_inputs, stand_ins, self.registered),
             tables.state.branches.rewritten(),
             setting(TRACE, (self.ask, lambda: tables.tables, Side)),
         ):
@@ -280,6 +282,7 @@ class TracedProgram:
                 fix="return the tensor, and call item() on the result",
             )
         self.opened = any(map(is_opened, pytree.tree_leaves(result, is_leaf=is_opened)))
+        self.tables.take_trained(self.constants.operands, self.registered)
         self.tables.start_backward()
         grads = self._backward(outputs, inputs, tracker) if self.grad else {}
         self.observed = self.tables.writes(self.observed_values, used[: len(self.names)])

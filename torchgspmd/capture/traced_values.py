@@ -216,13 +216,12 @@ def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
         if leaf is not None and not isinstance(leaf, FunctionalTensor):
             raise ShardingError.here(
                 f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is "
-                "no parameter or argument",
+                "no parameter, argument or tensor in an attribute, list or dict",
                 why="a gradient is computed for what the program is given: it would be lost "
                 "silently",
-                fix="make it a parameter of the module or an argument, or detach() it; keep "
-                "parameters in nn.ParameterList or nn.ParameterDict, not in a list or dict; if "
-                "the module keeps what an "
-                "earlier call computed, empty that, or call under torch.no_grad()",
+                fix="make it a parameter of the module or an argument, or detach() it; a "
+                "functools.partial, a default and a set do not say where it is; if the module "
+                "keeps what an earlier call computed, empty that, or call under torch.no_grad()",
             )
         through = (
             reachable[n] | bits.get((n, k), 0) for n, k in node.next_functions if n is not None

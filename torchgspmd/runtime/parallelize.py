@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from ..capture import check_module
 from ..capture.state.dependencies import named_tensors
+from ..capture.state.mutable_tables import places_of, tables_of
+from ..capture.state.recorder import Reach
 from ..comm.process_groups import ProcessGroups, groups_of, part_of
 from ..comm.rank_check import all_gather_rows
 from ..comm.value_check import hash_of_bits
@@ -124,6 +126,11 @@ def parallelize(
         else:
             module = ShardedModule(model, mesh, in_specs, out_specs, chosen, part=part)
     module.__dict__["_layout"] = layout
+    stored = _stored(before, module)
+    reach = Reach(model)
+    # Lists and dicts may hold parameters too.
+    for source, tensor in places_of({*map(id, stored)}, tables_of(reach), reach.modules):
+        source.write(stored[tensor])
     carry_optimizers(before, module)
     return module
 
@@ -195,13 +202,7 @@ def carry_optimizers(before: Mapping[str, Tensor], model: nn.Module) -> None:
     """
     if not any(_has_instances(each) for each in _classes(Optimizer)):
         return
-    now: dict[str, Tensor] = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    stored: dict[Tensor, Tensor] = {
-        old: now[name] for name, old in before.items() if now[name] is not old
-    }
+    stored = _stored(before, model)
     for optimizer in _optimizers() if stored else ():
         for group in optimizer.param_groups:
             # In place: LBFGS has this list under a second name.
@@ -212,6 +213,12 @@ def carry_optimizers(before: Mapping[str, Tensor], model: nn.Module) -> None:
             optimizer.state[stored[old]] = {
                 name: _like(value, old, stored) for name, value in state.items()
             }
+
+
+def _stored(before: Mapping[str, Tensor], model: nn.Module) -> dict[Tensor, Tensor]:
+    """Return the wrapped model's tensors by those in whose place they are."""
+    now = dict(named_tensors(model))
+    return {old: now[name] for name, old in before.items() if now[name] is not old}
 
 
 def _optimizers() -> Iterator[Optimizer]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import count, islice
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from .bytecode_names import (
     reachable_values,
 )
 from .guards import KEPT_BY_TORCH, snapshot, snapshot_components
+from .recorder import Reach
 from .source import (
     ABSENT,
     LISTS,
@@ -34,6 +36,7 @@ from .source import (
     slots_of,
     step_name,
 )
+from .state_inputs import TensorInput
 
 # A logger caches the levels for which it is enabled, which is no program state.
 _NO_STATE = (Tensor, ModuleType, logging.Filterer, logging.LoggerAdapter)
@@ -103,6 +106,10 @@ def find_tables(
     Variables and class attributes that functions assign are tables of their own.
     """
     seen: set[int] = set()
+    # First, so that the tensors of a module in a plain list have their own names.
+    for each in objects:
+        for table in (each._parameters, each._buffers) if isinstance(each, nn.Module) else ():
+            yield from _nested_tables(table, seen, Source(table))
     for holder in (*modules, *objects):
         if attributes_of(holder) is not None or slots_of(type(holder)):
             yield from _nested_tables(holder, seen, Source(holder), True)
@@ -129,6 +136,46 @@ def find_tables(
         assigned.setdefault(Source(source.root), {})[source.steps[0]] = None
     for source, steps in assigned.items():
         yield MutableTable(source, source.root, True, steps=tuple(steps))
+
+
+def tables_of(reach: Reach) -> list[MutableTable]:
+    return [*find_tables(reach.modules, reach.objects, reach.functions, reach.called)]
+
+
+def places_of(
+    ids: Container[int], tables: Iterable[MutableTable], modules: Iterable[nn.Module]
+) -> Iterator[tuple[Source, Tensor]]:
+    """Yield the places in tables, and in tuples there, that hold tensors with these ids.
+
+    modules: those whose own tables are left out.
+    """
+    own = {id(module._buffers) for module in modules}
+    for table in tables:
+        for step, value in table.before.items() if id(table.container) not in own else ():
+            if isinstance(value, (Tensor, tuple)):
+                for source, leaf in table.source.at(step).leaves():
+                    if isinstance(leaf, Tensor) and id(leaf) in ids:
+                        yield source, leaf
+
+
+def names_of(fn: object, inputs: Sequence[TensorInput]) -> list[str]:
+    """Return the names of a program's state inputs, each another: gradients have them, too."""
+    modules = dict(fn.named_modules()) if isinstance(fn, nn.Module) and inputs else {}
+    known = {*map(id, modules.values())}
+    prefixes = {id(module): f"{name}." for name, module in modules.items() if name}
+    for path, module in modules.items():
+        for source, value in Source(module.__dict__).leaves() if module.__dict__ else ():
+            # Modules in plain lists and dicts.
+            if isinstance(value, nn.Module) and id(value) not in known:
+                path_of_it = f"{path}.{source.name}".lstrip(".")
+                for name, each in value.named_modules(prefix=path_of_it):
+                    prefixes |= {id(t): f"{name}." for t in (each._parameters, each._buffers)}
+    names: dict[str, None] = {}
+    for each in inputs:
+        name = prefixes.get(id(each.source.root), "") + each.name
+        others = (f"{name}_{i}" for i in count(2))
+        names[next(x for x in (name, *islice(others, len(names))) if x not in names)] = None
+    return [*names]
 
 
 def _assigned_variables(called: Sequence[FunctionType]) -> Iterator[Source]:

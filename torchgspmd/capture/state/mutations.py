@@ -7,9 +7,10 @@ to the trace alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -35,7 +36,7 @@ from .guards import (
     matches,
 )
 from .instructions import READ, uses_of_names
-from .mutable_tables import MutableTable, find_tables
+from .mutable_tables import MutableTable, places_of, tables_of
 from .object_trees import opened
 from .recorder import Reach, Recorder
 from .source import (
@@ -50,7 +51,7 @@ from .source import (
     set_component,
     step_name,
 )
-from .state_inputs import NumberInput, State, TensorInput
+from .state_inputs import NumberInput, Retrace, State, TensorInput, is_trained
 from .symbolic_numbers import SymbolicNumber, at_backward, conditions_of, symbolic
 from .writes import EXTEND, REPLACE, Write, replace_tensors
 
@@ -76,23 +77,36 @@ class Tables:
         self.traced, self.state, self.varying = traced, state, varying
         self.reach = reach = Reach(fn)
         self.modules, self.called, self.objects = reach.modules, reach.called, reach.objects
-        self.tables = [*find_tables(self.modules, self.objects, reach.functions, self.called)]
+        self.tables = tables_of(reach)
         self.table_of = {id(table.container): table for table in self.tables}
         self.changed: dict[Source, None] = {}  # the roots' entries, as an ordered set
         # (stand-in, input index, predicate on its tensor) by the stand-in's id
         self.stand_ins: dict[int, tuple[Tensor, int, TensorPredicate]] = {}
+        self.aliased: dict[int, Tensor] = {}  # the tensor behind each stand-in, by its id
         self.numbers: list[NumberInput] = []
         self.recorder: Recorder | None = None  # while a module is traced
 
     @contextmanager
     def substitute(
-        self, inputs: Sequence[TensorInput], stand_ins: Sequence[Tensor]
+        self,
+        inputs: Sequence[TensorInput],
+        stand_ins: Sequence[Tensor],
+        registered: Mapping[int, Tensor],
     ) -> Iterator[None]:
         """Replace inputs by stand-ins during a trace, then restore all tables.
 
-        Objects that were assigned to attributes stay.
+        Objects that were assigned to attributes stay. registered: stand-ins for parameters and
+        buffers by the ids of these, which tables may hold, too.
         """
         before = [each.source.read() for each in inputs]
+        sources = {each.source for each in inputs}
+        shared = {id(x): y for x, y in zip(before, stand_ins) if is_trained(x)} | dict(registered)
+        aliases = [
+            (source, tensor, shared[id(tensor)])
+            for source, tensor in places_of(shared, self.tables, self.modules)
+            if source not in sources
+        ]
+        self.aliased = {id(stand_in): tensor for _, tensor, stand_in in aliases}
         self.stand_ins = {
             id(tensor): (tensor, i, TensorPredicate.of(value))
             for i, (value, tensor) in enumerate(zip(before, stand_ins))
@@ -106,6 +120,8 @@ class Tables:
                     each.source.write(symbolic(each))
                 else:
                     each.source.write(tensor)
+            for source, _, stand_in in aliases:
+                source.write(stand_in)
             for table in self.tables:
                 table.initial = table.last = table.entries()
             self.named = [(table, table.snapshot()) for table in self.tables if table.is_named]
@@ -120,6 +136,21 @@ class Tables:
                 now = each.source.read()
                 if now is tensor or type(now) is SymbolicNumber:
                     each.source.write(value)
+            for source, tensor, stand_in in aliases:
+                if source.read() is stand_in:
+                    source.write(tensor)
+
+    def take_trained(self, operands: Container[int], registered: Container[int]) -> None:
+        """Raise Retrace if a trace reads tensors that an optimizer may change, as constants.
+
+        operands: the ids of the tensors with values that were passed to functions.
+        """
+        places = places_of(operands, self.tables, self.modules)
+        found = [s for s, x in places if x.requires_grad and id(x) not in registered]
+        if found:
+            entries = dict.fromkeys(source.entry for source in found)
+            learn = partial(self.state.entries.update, entries)
+            raise Retrace(f"{found[0]} requires a gradient", learn)
 
     def _restore(self, table: MutableTable) -> None:
         container, before = table.container, table.before
@@ -254,9 +285,14 @@ class Tables:
         """
         table = self.table_of.get(id(source.root))
         steps = source.steps if table is None or table.steps is None else table.steps
-        if source.steps and table is not None and source.steps[0] in steps:
+        if (
+            source.steps
+            and table is not None
+            and source.steps[0] in steps
+            and not (isinstance(source.root, nn.Module) and source.name in KEPT_BY_TORCH)
+        ):
             before = table.initial.get(source.steps[0], ABSENT)
-            if type(before) is SymbolicNumber or id(before) in self.stand_ins:
+            if type(before) is SymbolicNumber or self._is_stand_in(before):
                 value = then = before  # the read may have come before the stand-in
             if before is not value:
                 return ANY  # the program had written the entry before the read
@@ -264,8 +300,7 @@ class Tables:
             source.steps
             and source.dict_entry() is None
             and not any(
-                type(leaf) is SymbolicNumber or id(leaf) in self.stand_ins
-                for leaf in leaves_of(then)
+                type(leaf) is SymbolicNumber or self._is_stand_in(leaf) for leaf in leaves_of(then)
             )
             and not matches(source.read(), then)
         ):
@@ -305,6 +340,8 @@ class Tables:
                 return (
                     ANY if isinstance(value, Tensor) and id(value) not in self.operands else value
                 )
+            if id(value) in self.aliased:
+                return self.aliased[id(value)]
             return self.stand_ins[id(value)][2] if self._is_used(value, used) else ANY
 
         if not isinstance(value, Contents):
@@ -319,6 +356,9 @@ class Tables:
         ]
         items = map(self._predicate, value.items, repeat(used), inside)
         return replace(value, items=tuple(items))
+
+    def _is_stand_in(self, value: object) -> bool:
+        return id(value) in self.stand_ins or id(value) in self.aliased
 
     def _is_used(self, value: object, used: Container[int]) -> bool:
         """Return whether the value stands for an input whose tensor the program uses."""

@@ -29,7 +29,7 @@ from .bytecode_names import (
     names_in_code,
     reachable_values,
 )
-from .dependencies import hooks_of
+from .dependencies import WATCHED, hooks_of
 from .guards import KEPT_BY_TORCH, HasAttributes, is_watched, snapshot
 from .object_trees import OF_PYTHON
 from .source import (
@@ -73,9 +73,10 @@ class _AllNames:
 class Recorder:
     """The sources that were read, each with its value and a snapshot at the first read."""
 
-    def __init__(self, holders: Iterable[object]) -> None:
-        """Record reads on these holders' attributes."""
-        self.holders = {id(holder): holder for holder in holders}
+    def __init__(self, modules: Iterable[nn.Module], objects: Sequence[object]) -> None:
+        """Record reads on attributes of modules, and of objects; some may be modules in lists."""
+        self.holders = {id(holder): holder for holder in (*modules, *objects)}
+        self.unread = {id(each): each for each in objects if isinstance(each, nn.Module)}
         self.visited: set[tuple[int, str]] = set()  # (holder id, name) for past reads
         self.entries: dict[Source, tuple[Any, Any]] = {}
 
@@ -83,6 +84,8 @@ class Recorder:
         """Record an attribute before its first read."""
         # First: reading the value below would call this function again.
         self.visited.add((id(holder), name))
+        if (module := self.unread.pop(id(holder), None)) is not None:
+            self.record_module(module)
         if id(holder) not in self.holders or name in KEPT_BY_TORCH or name.startswith("__"):
             return
         source = Source(holder, (Attribute(name),))
@@ -101,6 +104,15 @@ class Recorder:
                 or not (isinstance(holder, nn.Module) and callable(getattr(nn.Module, name, None)))
             ):
                 self.record(source)
+
+    def record_module(self, module: nn.Module) -> None:
+        """Record the tables and the mode of a module that is in a plain list or dict.
+
+        Registered ones have other guards (dependencies.py).
+        """
+        for source in map(Source, map(vars(module).get, WATCHED)):
+            self.record(source)
+        self.record(Source(module, (Attribute("training"),)))
 
     def record(self, source: Source) -> None:
         if source not in self.entries:
@@ -170,7 +182,7 @@ def record_reads(
 
     functions: those that may read them.
     """
-    recorder = Recorder([*modules, *objects])
+    recorder = Recorder(modules, objects)
     visited = recorder.visited
 
     def recording(original: Callable[[Any, str], Any]) -> Callable[[object, str], object]:

@@ -184,7 +184,7 @@ def component(holder: Any, step: Step) -> Any:
             # The stored entry, whatever a subclass would compute.
             return dict.get(holder, step, ABSENT)
         is_position = isinstance(holder, (tuple, *LISTS)) and type(step) is int
-        return holder[step] if is_position and step < len(holder) else ABSENT
+        return holder[step] if is_position and step < length(holder) else ABSENT
     if isinstance(holder, CellType):
         # An empty cell equals another one, and has no contents to read.
         return ABSENT if holder == CellType() else holder.cell_contents
@@ -207,7 +207,7 @@ def set_component(holder: Any, step: Step, value: Any) -> None:
     """
     if not isinstance(step, Attribute):
         if value is not ABSENT:
-            if isinstance(holder, dict) or step < len(holder):
+            if isinstance(holder, dict) or step < length(holder):
                 holder[step] = value
         elif step in holder:
             del holder[step]

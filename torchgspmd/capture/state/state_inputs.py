@@ -110,6 +110,11 @@ class Conditions:
             return False
 
 
+def is_trained(value: object) -> bool:
+    """Return whether a value is a tensor that an optimizer may change."""
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+
+
 def identity(value: object) -> Any:
     return value
 
@@ -229,12 +234,14 @@ class State:
 
         besides: the ids of parameters and buffers. varying: numbers among the arguments.
         """
-        tensors = [
-            TensorInput(source)
-            for entry in self.entries
-            for source, leaf in entry.leaves()
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in besides
-        ]
+        tensors, trained = [], {*besides}
+        for source, leaf in (pair for entry in self.entries for pair in entry.leaves()):
+            if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+                continue
+            if id(leaf) not in trained:
+                tensors.append(TensorInput(source))
+            if is_trained(leaf):  # one input for all its places, which has the whole gradient
+                trained.add(id(leaf))
         for source in self.counted:
             if isinstance(holder := source.holder(), defaultdict):
                 holder[source.steps[-1]]  # is there from now on, as when forward asks for it
