@@ -200,11 +200,17 @@ class TracedProgram:
         with (
             tables.substitute(self.state_inputs, stand_ins, self.registered),
             tables.state.branches.rewritten(),
-            setting(TRACE, (self.ask, lambda: tables.tables, Side)),
+            setting(TRACE, (self.ask, lambda: tables.tables, Side, self._is_passed_by_none)),
         ):
             if module is None:
                 return self._forward_backward(inputs, used, tracker)
             return with_tensors(module, dict(zip(self.names, used)), forward_backward)
+
+    def _is_passed_by_none(self, error: Exception) -> bool:
+        """Return whether a trace fails at a value with which no trace can go on."""
+        guards = self.value_guards
+        is_known_later = guards.asked or guards.symbolic
+        return not is_known_later and self.tables.state.branches.is_passed_by_none(error)
 
     def _cast(self, inputs: list[Tensor]) -> list[Tensor]:
         first = len(self.names)

@@ -27,6 +27,7 @@ from .chosen_loops import CONTAINER_METHODS
 
 HELPERS = "_torchgspmd_branches_"  # a global variable of the compiled functions
 _RESULT = "_torchgspmd_result_"
+_NEW = "_torchgspmd_new_"
 _SIDE = "_torchgspmd_side_"
 _IN_PLACE = "_torchgspmd_in_place"  # an attribute of names that a branch changes in place
 _LEAVES = ast.Return | ast.Continue | ast.Break
@@ -60,14 +61,16 @@ def compiled(code: CodeType, lines: set[int]) -> CodeType | None:
         tree.body = lowering.block(tree.body, "return")
         if not lowering.count:
             return None
-        # The free variables of the function become those of a function in this one.
+        # The free variables of the function become those of a function in this one. It has another
+        # name, so that the old one stays that of a global or free variable.
+        tree.name = _NEW
         outer = ast.parse(f"def outer({', '.join(code.co_freevars)}): pass").body[0]
         assert isinstance(outer, ast.FunctionDef)
         outer.body = [tree]
         module = ast.fix_missing_locations(ast.Module([outer], []))
         factory = _inner(compile(module, code.co_filename, "exec"), "outer")
         new = _inner(factory, tree.name)
-        return new if new.co_freevars == code.co_freevars else None
+        return new.replace(co_name=code.co_name) if new.co_freevars == code.co_freevars else None
     return None
 
 

@@ -22,9 +22,10 @@ from ..state.source import ABSENT as NONE
 from ..state.source import LISTS, set_component
 
 _Ask = Callable[[Tensor], Tensor | None]
-# (asks for a tensor's value, returns the tables of the module's state, the Side of prints.py) in
-# the trace that runs
-TRACE: ContextVar[tuple[_Ask, Callable[[], list], Any]] = ContextVar("TRACE")
+# (asks for a tensor's value, returns the tables of the module's state, the Side of prints.py, tells
+# whether no trace can pass an error) in the trace that runs
+TRACE: ContextVar[tuple[_Ask, Callable[[], list], Any, Callable[[Exception], bool]]]
+TRACE = ContextVar("TRACE")
 
 
 class Effects:

@@ -7,7 +7,8 @@ A trace that fails at a branch is repeated with the function compiled anew. Both
 and a run computes one. A name that both assign alike keeps its value, tensors and numbers are
 results of the cond, and any other name is unusable behind the branch. So are tensors in attributes
 and buffers that a side assigns or changes in place (BatchNorm in training). Where a side raises,
-the other is traced, and a run raises when its forward has ended.
+the other is traced, and a run raises when its forward has ended. So it is where a side loops over
+values, as no trace can.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from ...compat.private_apis import (
     GuardOnDataDependentSymNode,
 )
 from ...compat.private_apis import _pytree as pytree
-from ...errors import ShardingError, innermost_frame_of
+from ...errors import ShardingError, innermost_frame_of, user_line_of
 from ...rules.rewrites import rewrite_of
 from .branch_code import HELPERS, compiled
 from .branch_effects import TRACE, Effects, effect, owned
+from .sized_branches import Emptiness, chosen, needs_both, same_shape, sized_dim
 
 _UNKNOWN = DataDependentOutputException, GuardOnDataDependentSymNode
 
@@ -44,19 +46,29 @@ class Branches:
 
     def learn(self, error: BaseException | None) -> bool:
         """Return whether another trace can pass the branch at which a trace has failed."""
+        if (found := self._branch_of(error)) is None:
+            return False
+        function, line = found
+        self.lines[function] = {*self.lines.get(function, ()), line}
+        return True
+
+    def is_passed_by_none(self, error: BaseException) -> bool:
+        """Return whether a trace failed at a value with which no trace can go on."""
+        return isinstance(error, _UNKNOWN) and self._branch_of(error) is None
+
+    def _branch_of(self, error: BaseException | None) -> tuple[FunctionType, int] | None:
+        """Return the function and the line of the branch at which a trace has failed."""
         if error is None or not isinstance(error, _UNKNOWN):
-            return False
+            return None
         if (trace := innermost_frame_of(error)) is None:
-            return False
+            return None
         code, line = trace.tb_frame.f_code, trace.tb_lineno
         found = (f for f in gc.get_referrers(code) if isinstance(f, FunctionType))
         function = self.of_code.get(code) or next((f for f in found if f.__code__ is code), None)
         if function is None or line in (lines := self.lines.get(function, set())):
-            return False
-        if compiled(function.__code__, {*lines, line}) is None:
-            return False
-        self.lines[function] = {*lines, line}
-        return True
+            return None
+        is_compiled = compiled(function.__code__, {*lines, line}) is not None
+        return (function, line) if is_compiled else None
 
     @contextmanager
     def rewritten(self) -> Iterator[None]:
@@ -125,7 +137,7 @@ def branch(
     if (goes := _unknown(test)) is None:
         after = (yes if test else no)(*before)
     else:
-        after = _traced(goes, yes, no, before, names)
+        after = _traced(test, goes, yes, no, before, names)
     return tuple(
         _written(x, y) if name in changed else y for name, x, y in zip(names, before, after)
     )
@@ -148,6 +160,7 @@ def copied(value: object) -> object:
 
 
 def _traced(
+    test: object,
     goes: Tensor,
     yes: Callable[..., tuple],
     no: Callable[..., tuple],
@@ -163,9 +176,12 @@ def _traced(
             with taken.of(flag):
                 sides.append(effects.run(side, before))
         except Exception as error:
-            if not _is_raised_by_program(error):
+            if _is_raised_by_program(error):
+                taken.refuse(flag, error)
+            elif TRACE.get()[3](error):
+                taken.refuse(flag, _without_program(error))
+            else:
                 raise
-            taken.refuse(flag, error)
             errors.append(error.with_traceback(None))  # whose frames hold traced tensors
             sides.append(None)
     if len(errors) == 2:
@@ -176,7 +192,7 @@ def _traced(
     count = len(names)
     names += effects.names()
     sides = [_leaves_of([*side, *effects.values(kept)]) for side, kept in sides]
-    results, chosen = list[Any](), list[tuple[int, int]]()
+    results, differ, is_sized = list[Any](), list[tuple[int, int]](), False
     for i, (name, one, other) in enumerate(zip(names, *sides)):
         if one[1] != other[1]:
             results.append(_differing(name))
@@ -184,25 +200,29 @@ def _traced(
         leaves = list[Any]()
         for k, (a, b) in enumerate(zip(one[0], other[0])):
             if not (is_same := a is b or _is_plain(a) and type(a) is type(b) and a == b):
-                if _type_of(a, b) is None:
+                is_sized |= needs_both(a, b)
+                if sized_dim(a, b) is None and _type_of(a, b) is None:
                     leaves = [_differing(name)]
                     break
-                chosen.append((i, k))
+                differ.append((i, k))
             leaves.append(a if is_same else ABSENT)
         results.append(leaves)
-    types = {(i, k): _type_of(sides[0][i][0][k], sides[1][i][0][k]) for i, k in chosen}
+    types = {(i, k): _type_of(sides[0][i][0][k], sides[1][i][0][k]) for i, k in differ}
 
-    def tensors(side: Callable[..., tuple]) -> list[Tensor]:
+    def tensors(side: Callable[..., tuple], before: Sequence[object] = before) -> list[Tensor]:
         values, kept = effects.run(side, before, is_traced=True)
         leaves = [each for each, _ in _leaves_of([*values, *effects.values(kept)])]
-        return [_as_tensor(leaves[i][k], types[i, k]) for i, k in chosen]
+        return [_as_tensor(leaves[i][k], types[i, k]) for i, k in differ]
 
-    if chosen:
+    if differ:
         cond = rewrite_of("body", torch.ops.higher_order.cond)
         assert cond is not None
         with taken.of(None):
-            outs = cond(goes, lambda: tensors(yes), lambda: tensors(no), ())
-        for (i, k), out in zip(chosen, outs):
+            if is_sized:
+                outs = _both_sides(test, goes, (yes, no), before, tensors)
+            else:
+                outs = cond(goes, lambda: tensors(yes), lambda: tensors(no), ())
+        for (i, k), out in zip(differ, outs):
             results[i][k] = out
     after = tuple(
         leaves if isinstance(leaves, Differing) else _rebuilt(leaves, one[1])
@@ -215,12 +235,37 @@ def _traced(
     return after[:count]
 
 
+def _both_sides(
+    test: object,
+    goes: Tensor,
+    sides: Sequence[Callable[..., tuple]],
+    before: tuple,
+    tensors: Callable[..., list[Tensor]],
+) -> list[Tensor]:
+    """Return the results of a branch, of which each side computes its own."""
+    rows, found = Emptiness.of(test, sides, before), list[list[Any]]()
+    for side, outcome in zip(sides, (True, False)):
+        has_rows = rows is not None and rows.empty is not outcome
+        found.append(rows.run(side, before, tensors) if has_rows else tensors(side, before))
+    return [chosen(goes, a, b) for a, b in zip(*found)]
+
+
 def _is_raised_by_program(error: Exception) -> bool:
     """Return whether a `raise` of the program raised an error, or `torch._assert` in it."""
     if isinstance(error, ShardingError) or (trace := innermost_frame_of(error)) is None:
         return False
     last = [frame for frame, _ in traceback.walk_tb(trace)][-1]  # torch._check calls another
     return trace.tb_next is None or last.f_code.co_filename == torch.__file__
+
+
+def _without_program(error: Exception) -> ShardingError:
+    """Return the error of a run that takes a side which no trace can pass."""
+    return ShardingError(
+        "a run takes a side of a branch that needs numbers which are known only when it runs",
+        where=user_line_of(error),
+        why="the program is made for all values, and has the other side alone",
+        fix="use a mask instead of the loop or `if` on this side, or give sizes that never take it",
+    )
 
 
 def choose(test: object, yes: Callable[[], object], no: Callable[[], object]) -> object:
@@ -296,7 +341,7 @@ def _type_of(a: Any, b: Any) -> torch.dtype | None:
     """Return the dtype of a result that two tensors or numbers have in common, else None."""
     one, other = (x if isinstance(x, Tensor) else None for x in (a, b))
     if one is not None and other is not None:
-        return one.dtype if one.dtype == other.dtype and one.shape == other.shape else None
+        return one.dtype if one.dtype == other.dtype and same_shape(one, other) else None
     tensor, number = (one, b) if one is not None else (other, a)
     if not isinstance(number, bool | int | float):
         return None
