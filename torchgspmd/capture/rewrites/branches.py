@@ -245,8 +245,10 @@ def _both_sides(
     """Return the results of a branch, of which each side computes its own."""
     rows, found = Emptiness.of(test, sides, before), list[list[Any]]()
     for side, outcome in zip(sides, (True, False)):
-        has_rows = rows is not None and rows.empty is not outcome
-        found.append(rows.run(side, before, tensors) if has_rows else tensors(side, before))
+        if rows is not None and rows.empty is not outcome:
+            found.append(rows.run(side, before, tensors))
+        else:
+            found.append(tensors(side, before))
     return [chosen(goes, a, b) for a, b in zip(*found)]
 
 

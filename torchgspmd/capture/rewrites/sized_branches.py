@@ -67,9 +67,9 @@ class Emptiness:
     count: how many there are. empty: the outcome for none.
     """
 
-    def __init__(self, count: torch.SymInt, empty: bool) -> None:
+    def __init__(self, count: Any, empty: bool) -> None:
         self.count, self.empty = count, empty
-        self.filled = torch.sym_max(count, 1)
+        self.filled: Any = torch.sym_max(count, 1)
 
     @classmethod
     def of(cls, test: object, sides: Sequence[Any], before: tuple) -> Emptiness | None:
@@ -113,7 +113,7 @@ class Emptiness:
                 x = torch.cat([x, x.new_full(shape, x.is_floating_point())], dim)
         return x
 
-    def _cut(self, x: object) -> object:
+    def _cut(self, x: Any) -> Any:
         """Return a result with as many rows as there are."""
         for dim, size in enumerate(x.shape) if isinstance(x, Tensor) else ():
             if _expr(size) == _expr(self.filled):
