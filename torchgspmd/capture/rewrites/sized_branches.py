@@ -113,7 +113,7 @@ class Emptiness:
                 x = torch.cat([x, x.new_full(shape, x.is_floating_point())], dim)
         return x
 
-    def _cut(self, x: object) -> object:
+    def _cut(self, x: Any) -> Any:
         """Return a result with as many rows as there are."""
         for dim, size in enumerate(x.shape) if isinstance(x, Tensor) else ():
             if _expr(size) == _expr(self.filled):
