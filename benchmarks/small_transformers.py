@@ -28,16 +28,17 @@ BACKBONE, FEATURES = "resnet10t", 512
 
 class Widths(NamedTuple):
     """All widths are divided by heads * head, without both by a table of names. whole: as many
-    layers as before."""
+    layers as before. each: the layers of each kind; two where layers of a kind share weights."""
 
     heads: int = 0
     head: int = 0
     whole: bool = False
+    each: int = 1
 
 
 TRIED = (
-    *(Widths(), Widths(4, 8), Widths(1, 8), Widths(2, 2), Widths(4, 8, True), Widths(1, 8, True)),
-    *(Widths(1, 2), Widths(2, 2, True), Widths(1, 1)),
+    *(Widths(), Widths(4, 8), Widths(1, 8), Widths(2, 2), Widths(4, 8, each=2)),
+    *(Widths(4, 8, True), Widths(1, 8, True), Widths(1, 2), Widths(2, 2, True), Widths(1, 1)),
 )
 LARGEST_IMAGE, IMAGES = 256, r"^((max_)?(image|img)_size|input_size|crop_size)$"
 LAYERS = r"layers?$|^depth$|^n_layer|num_blocks$|_depth$"
@@ -94,18 +95,18 @@ SEVERAL: list[tuple[str, Callable[[int], int]]] = [
 
 
 def kept_layers(values: dict[str, Any], by: Widths) -> tuple[int, list[int]]:
-    """How many layers a configuration has, and those to keep: the first of each kind, two at least,
-    and one for each layer that is named as an output."""
+    """How many layers a configuration has, and those to keep: the first of each kind, two at
+    least, and one for each layer that is named as an output."""
     counts = [v for n, v in values.items() if type(v) is int and re.search(LAYERS, n)]
     kinds = values.get("layer_types") or values.get("layers_block_type") or []
     count = len(kinds) or max(counts, default=0)
     if by.whole:
         return count, list(range(count))
-    first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
+    first = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < by.each]
     named = [len(v) for n, v in values.items() if re.search(INDICES, n) and isinstance(v, list)]
     wanted = max(2, len(first), *(n for n in named if n < 6), 0)
-    others = (i for i in range(count) if i not in first.values())
-    kept = sorted([*first.values(), *itertools.islice(others, wanted - len(first))])
+    others = (i for i in range(count) if i not in first)
+    kept = sorted([*first, *itertools.islice(others, wanted - len(first))])
     return count, kept or list(range(wanted))
 
 
