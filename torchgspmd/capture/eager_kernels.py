@@ -127,9 +127,10 @@ def _check_written(func: OpOverload, args: tuple, kwargs: dict) -> None:
     tensors = [*_tensors(leaves)]
     if any(t.layout is not torch.strided for t in tensors):
         return
-    if not any(p.is_out for p in given.values()) and not _share_memory(written, tensors):
+    # First: a comparison of sizes that only a run knows has no outcome.
+    if not all(isinstance(n, int) for t in tensors for n in _place(t)):
         return
-    if not all(isinstance(n, int) for t in tensors for n in _place(t)):  # sizes of a run
+    if not any(p.is_out for p in given.values()) and not _share_memory(written, tensors):
         return
     if all(isinstance(leaf, _PLAIN) for leaf in leaves) and sum(map(_span, tensors)) <= _MOST:
         _run_on_ones(func, leaves, tree)
