@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -137,11 +137,12 @@ class _Branching(fx.Interpreter):
 
     tests: dict[str, fx.Node]
 
-    def run_node(self, n: fx.Node) -> Any:
-        if n.target is NEXT and nest_of(cast(str, n.args[3]))[-1].ends == "?":
-            taken = self.env[self.tests[cast(str, n.args[3])]]
+    def run_node(self, n: Any) -> Any:
+        if n.target is NEXT and nest_of(n.args[3])[-1].ends == "?":
+            values: dict[fx.Node, Any] = self.env
+            taken = values[self.tests[n.args[3]]]
             if not isinstance(taken, FakeTensor) and not taken:
-                return self.env[n.args[2]]
+                return values[n.args[2]]
         return super().run_node(n)
 
 
