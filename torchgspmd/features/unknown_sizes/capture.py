@@ -72,7 +72,7 @@ def arange_of(x: Tensor, count: Any) -> Tensor:
     return torch.arange(count, device=x.device)
 
 
-def _each(value: Any, count: int) -> list:
+def each_dim(value: Any, count: int) -> list:
     """Return a value for each dimension: a list as it is, or a number repeated."""
     return list(value) * (count if len(value) == 1 else 1) if _is_list(value) else [value] * count
 
@@ -91,10 +91,10 @@ def _pad(
     if not is_unknown(input, tuple(pad)):
         return DECLINED
     # Under torch.vmap, its positions become one more leading dimension.
-    return with_positions(lambda _, x: _padded(x, pad, mode, value), 0, input)
+    return with_positions(lambda _, x: padded(x, pad, mode, value), 0, input)
 
 
-def _padded(input: Tensor, pad: Sequence[Any], mode: str, value: float | None) -> Tensor:
+def padded(input: Tensor, pad: Sequence[Any], mode: str, value: float | None) -> Tensor:
     """Pad the last dimensions with rows before and after."""
     # F.pad lists the last dimension first.
     for at in range(0, len(pad), 2):
@@ -164,7 +164,7 @@ def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Any:
     if not dims:
         # Without dims, PyTorch rolls the flattened tensor.
         return _roll(input.reshape(-1), shifts, 0).view(input.shape)
-    for shift, dim in zip(_each(shifts, 1), dims):
+    for shift, dim in zip(each_dim(shifts, 1), dims):
         size = input.shape[dim]
         input = input.index_select(dim, (arange_of(input, size) - shift).remainder(size))
     return input
@@ -231,8 +231,8 @@ def _interpolate(
             fix="compute the number from sizes or arguments, or leave out antialias",
         )
     dims = range(2, input.dim())
-    factors = _each(scale_factor, len(dims))
-    sizes = _each(size, len(dims))
+    factors = each_dim(scale_factor, len(dims))
+    sizes = each_dim(size, len(dims))
     if size is None:
         sizes = [_scaled(input.shape[dim], factor) for dim, factor in zip(dims, factors)]
     if mode == "area":
@@ -348,7 +348,7 @@ def _adaptive_maximum(x: Tensor, counts: Sequence[Any]) -> Tensor:
 def _register_adaptive(pool: Callable, dims: int, *targets: Callable) -> None:
     @rewrite("value", *targets)
     def adaptive(input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
-        counts = _each(output_size, dims)
+        counts = each_dim(output_size, dims)
         if return_indices or not is_unknown(input.shape[-dims:], counts):
             return DECLINED
         return pool(input, counts)
@@ -372,9 +372,9 @@ def _register_maximum(dims: int, *targets: Callable) -> None:
     ) -> Any:
         if return_indices or ceil_mode or not is_unknown(input.shape[-dims:]):
             return DECLINED
-        sizes = _each(kernel_size, dims)
-        strides = sizes if stride in (None, [], ()) else _each(stride, dims)
-        rest = zip(sizes, strides, _each(padding, dims), _each(dilation, dims))
+        sizes = each_dim(kernel_size, dims)
+        strides = sizes if stride in (None, [], ()) else each_dim(stride, dims)
+        rest = zip(sizes, strides, each_dim(padding, dims), each_dim(dilation, dims))
         for dim, numbers in zip(range(input.dim() - dims, input.dim()), rest):
             input = _window_maximum(input, dim, *numbers)
         return input

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...capture.traced_values import is_vectorizing
 from ...rules.rewrites import DECLINED, rewrite
-from .capture import arange_of, is_unknown, with_positions
+from .capture import arange_of, each_dim, is_unknown, padded, with_positions
 
 _BY_SIZE = "use_mm_for_euclid_dist_if_necessary"
 
@@ -50,6 +50,39 @@ def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) 
         return DECLINED
     one, two = (x / torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp(eps) for x in (x1, x2))
     return (one * two).sum(dim)
+
+
+def _register_strided(target: Callable) -> None:
+    """Give a strided convolution the rows that it reads, so that its gradient has as many."""
+
+    @rewrite("value", target)
+    def strided(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        window, first = weight.shape[2:], input.dim() - weight.dim() + 2
+        steps, margins, gaps = (each_dim(v, len(window)) for v in (stride, padding, dilation))
+        dims = [
+            i for i, step in enumerate(steps) if step != 1 and is_unknown(input.shape[first + i])
+        ]
+        if not dims or not input.requires_grad or isinstance(padding, str):
+            return DECLINED
+        for i in dims:
+            pad = [0, 0] * (len(window) - 1 - i) + [margins[i]] * 2
+            input = padded(input, pad, "constant", None)
+            span, size = gaps[i] * (window[i] - 1) + 1, input.shape[first + i]
+            input = input.narrow(first + i, 0, (size - span) // steps[i] * steps[i] + span)
+            margins[i] = 0
+        return target(input, weight, bias, steps, margins, gaps, groups)
+
+
+for _convolution in (torch.conv1d, torch.conv2d, torch.conv3d):
+    _register_strided(_convolution)
 
 
 @rewrite("value", torch.eye)

@@ -166,6 +166,8 @@ def _same_kernel(
     a ReLU or a maximum.
     """
     whole = local.operands[:2]
+    if any(local.known_size(factor) is None for factor in local.rule.sizes):
+        return local.call(aten.convolution.default, x, w, *options)  # each run takes its own
     kernels = {
         _kernel(whole, [t.shape for t in whole], global_options),
         _kernel(whole, [local.shape(x), local.shape(w)], options),
