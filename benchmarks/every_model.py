@@ -48,6 +48,8 @@ from model_layouts import (
     sent_bytes,
     train,
 )
+from narrow_models import LARGEST
+from small_diffusers import diffusers_model, diffusers_names
 from small_layers import (
     e3nn_model,
     e3nn_names,
@@ -62,8 +64,6 @@ from small_layers import (
 )
 from small_models import (
     Built,
-    diffusers_model,
-    diffusers_names,
     timm_model,
     timm_names,
     without_broken_packages,
@@ -71,7 +71,7 @@ from small_models import (
     x_transformers_names,
 )
 from small_torchvision import torchvision_model, torchvision_names
-from small_transformers import LARGEST, transformers_model, transformers_names
+from small_transformers import transformers_model, transformers_names
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from small_models import BATCH, Built
+from narrow_models import BATCH, Built
 from torch import nn
 
 Named = dict[str, Any]  # patterns of argument names, and the values of such arguments

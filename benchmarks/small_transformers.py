@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from narrow_models import LARGEST, Built
 from small_arguments import LENGTH, VOCABULARY, absent_entry, running_arguments
 from torch import nn
 
-Built = tuple[nn.Module, dict[str, Any]]  # a model and the arguments of a call
 IMAGE = 32
-LARGEST = 30_000_000  # parameters
 BACKBONE, FEATURES = "resnet10t", 512
 
 # ---------------------------------------------------------------------------------- configurations
