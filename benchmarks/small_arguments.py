@@ -290,15 +290,20 @@ def repaired(kwargs: dict[str, Any], message: str, arguments: Arguments) -> dict
     if found := re.search(r"length (\d+) is not a multiple of (\d+)", message):
         length, unit = int(found[1]), int(found[2])
         return resized(kwargs, length, length // unit * unit)
-    for pattern in SIZES:
-        if found := re.search(pattern, message):
-            return resized(kwargs, int(found["got"]), int(found["want"]))
+    if any(re.search(pattern, message) for pattern in SIZES):
+        return resized_by(kwargs, message)
     if counts := re.search(r"tokens: (\d+),? features:? (\d+)", message):
         return with_placeholders(kwargs, int(counts[2]), arguments.config)
     for name in re.findall(r"\w+", message):
         if name in arguments.names and name not in kwargs and (values := arguments.likely(name)):
             return kwargs | {name: values[0]}
     return None
+
+
+def resized_by(kwargs: dict[str, Any], message: str) -> dict[str, Any] | None:
+    """Return the arguments with the size that a failed call's message asks for."""
+    found = next(filter(None, (re.search(pattern, message) for pattern in SIZES)), None)
+    return found and resized(kwargs, int(found["got"]), int(found["want"]))
 
 
 def with_placeholders(kwargs: dict[str, Any], count: int, config) -> dict[str, Any] | None:
