@@ -26,7 +26,7 @@ OTHER_TEXT = r"^(text|cap|caption|txt|context)\w*_(in_)?(dim|channels)$"
 MORE = (  # arguments with a default that some need, in turn
     "encoder_hidden_states", "timestep", "img_shapes", "class_labels", "added_cond_kwargs",
     "control_hidden_states", "pose_hidden_states", "padding_mask", "pooled_embeds",
-    "conditioning_mask",
+    "conditioning_mask", "encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds",
 )  # fmt: skip
 OTHER_RANK = ("encoder_hidden_states",)  # where a documented shape of another rank is right
 SIZES_SAID = [  # words of a documented shape, and the size
@@ -86,7 +86,8 @@ def worlds(model: nn.Module) -> Iterator[World]:
     whole = channels * patch[-1] ** 2 if isinstance(patch, tuple | list) else channels
     pictures = [(channels, side, side), (channels, 5, side, side), (PATCHES, channels)]
     pictures += [(5, channels, side, side), (3, 5, 32, 32), (3, 9, 64, 64), (3, 64, 64)]
-    pictures += [(1, side, side, channels), (channels, 1, 16, 16), (3, 17, 32, 32)]
+    pictures += [(1, side, side, channels), (channels, 1, 16, 16), (3, 17, 64, 64)]
+    pictures += [(channels - 2, 5, side, side)] if channels > 2 else []  # beside two masks
     pictures += [(channels, 1920), (1, 1920), (channels, 7), (heard, 4096), (PATCHES, whole)]
     pictures += [(PATCHES, channels, *patch)] if isinstance(patch, tuple | list) else []
     likely = rank(model)
@@ -127,7 +128,10 @@ def table(model: nn.Module, world: World) -> dict[str, Any]:
     rows = torch.arange(PATCHES)[:, None] * torch.tensor([0, *[1] * (places - 1)])
     together = "+" in ",".join(shape_said := said(model.forward, "position_ids") or ["+"])
     positions = torch.cat([0 * rows[:1].expand(WORDS, -1), rows]) if together else rows
+    if "token_tags" in inspect.signature(model.forward).parameters:
+        positions = torch.cat([positions, 0 * rows[:1].expand(WORDS + SOUNDS, -1)])
     positions = positions.expand(batch, -1, -1) if len(shape_said) == 3 else positions
+    masked = "condition_mask" in inspect.signature(model.forward).parameters and controls > 2
     beside = number(config, "in_channels", default=0) - channels  # a concatenation's other part
     two = torch.full((batch, 2), float(side))
     mask = torch.ones(batch, WORDS)
@@ -162,14 +166,15 @@ def table(model: nn.Module, world: World) -> dict[str, Any]:
         r"guidance": torch.full((batch,), 3.5),
         r"controlnet_cond": lambda: (
             picture
-            if len(shape) == 2
+            if len(shape) == 2 or not hasattr(model, "controlnet_cond_embedding")
             else torch.randn(batch, conditions, *shape[1:-2], ahead * side, ahead * side)
         ),
         r"padding_mask": torch.ones(1, 1, *shape[-2:]),
         r"conditioning_mask": lambda: torch.ones(
             batch, 1, *shape[1:-2], ahead * side, ahead * side
         ),
-        r"controls_latents|latents": picture,
+        r"controls_latents": picture,
+        r"latents": torch.randn(batch, controls - 2, *shape[1:]) if masked else picture,
         r"(control|pose)_hidden_states|control_context": torch.randn(batch, controls, *shape[1:]),
         r"condition_mask": torch.ones(batch, 1, *shape[1:]),
         r"img_shapes": [[(1, 4, 4)]] * batch,

@@ -29,7 +29,7 @@ def diffusers_names() -> list[str]:
 
 
 FEWER = [  # names of a constructor's arguments, and their largest value
-    (r"max_text_seq_length|text_len", 7),
+    (r"max_text_seq_length|^text_len", 7),
     (r"^sample_(width|height)$|^(min_num_gist_tokens|gist_step|gist_min_text_len)$", 8),
     (r"num_\w*(layers|blocks)$|layers_per_block|depth$|^(n|mmdit)_\w*layers$", 1),
     (r"num_\w*heads|^n_(kv_)?heads", 2),
@@ -40,7 +40,7 @@ NARROWER = [  # these do not fit each other in each model
     (r"^(d_model|embed_dim|width|model_channels|ch)$", 32),
     (r"(intermediate|mlp|ffn?|ff|ff_inner)_(size|dim|width)$", 64),
     (r"^((base|model|encoder|decoder)_)?channels$|channels_base$", 32),
-    (r"^(encoder|decoder|latent)_(dim|hidden_size)$", 32),
+    (r"^(encoder|decoder|latent)_(dim|hidden_size)$|_hidden_dim$", 32),
 ]
 NEEDED = [  # arguments without a default
     (r"block_out_channels", (32, 32)),
@@ -96,6 +96,11 @@ def diffusers_arguments(cls, narrow: bool, divide: bool, fit: bool, fill: bool) 
     if all(type(defaults.get(key)) is int for key in factors):
         whole, small = (math.prod(of[key] for key in factors) for of in (defaults, given))
         given |= {key: small for key, value in defaults.items() if value == whole > 1}
+        if fill:  # defaults that do not fit each other
+            given |= {key: small for key in ("hidden_size",) if key in defaults}
+            given |= {
+                k: small for k, v in defaults.items() if v is None and "cross" in k and "dim" in k
+            }
     if fit:
         fit_axes({**defaults, **given}, given)
     return given
@@ -125,7 +130,7 @@ REDUCTIONS = (  # narrow, divide heads, fit axes, fill None, divide the layers' 
     (False, True, False, False, 1), (True, False, True, False, 1), (True, True, True, True, 1),
     (False, False, False, False, 1), (True, True, True, False, 8), (False, False, False, False, 8),
 )  # fmt: skip
-SEARCH = 3  # CPU seconds, after which no more arguments of a model are tried
+SEARCH, MOST = 3, 15  # CPU seconds, after which no more arguments of a model, of any are tried
 
 
 def line_of(error: Exception, cls: type[nn.Module]) -> int:
@@ -167,7 +172,10 @@ def calls(model: nn.Module) -> Generator[dict[str, Any], Exception, None]:
             failed = str((yield attempt))
             if UNPACKED in failed and f"got {dims})" in failed:
                 refused.add(dims)
-            attempt = resized_by(attempt, failed)
+            if "got float" in failed:  # a sum of a mask is a size
+                attempt = {n: v.long() if "mask" in n else v for n, v in attempt.items()}
+            else:
+                attempt = resized_by(attempt, failed)
 
 
 def diffusers_model(name: str) -> Built:
@@ -175,7 +183,10 @@ def diffusers_model(name: str) -> Built:
     diffusers = importlib.import_module("diffusers")
     cls, furthest = getattr(diffusers, name), ((-1, -1), TypeError("no arguments"))
     done: list[nn.Module] = []  # layers that have run
+    end = time.process_time() + MOST
     for narrow, divide, fit, fill, by in REDUCTIONS:
+        if time.process_time() > end:
+            break
         try:
             given = diffusers_arguments(cls, narrow, divide, fit, fill)
             with torch.device("meta"), narrowed(by):
