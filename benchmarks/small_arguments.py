@@ -58,7 +58,11 @@ class Arguments:
     def tokens(self) -> Iterator[Tensor]:
         vocabulary = setting(self.config, "vocab_size", default=VOCABULARY, first="text|decoder")
         if isinstance(vocabulary, int):
-            yield torch.randint(3, max(vocabulary, 5), (BATCH, LENGTH))
+            likely = torch.randint(3, max(vocabulary, 5), (BATCH, LENGTH))
+            asked = vars(self.config).get("question_token_id")
+            if isinstance(asked, int) and asked < vocabulary:
+                likely[:, 1] = asked
+            yield likely
             yield torch.randint(3, max(vocabulary, 5), (BATCH, 2, LENGTH))  # multiple choice
             books = setting(self.config, "num_codebooks", "num_quantizers", default=0)
             if books:
@@ -87,6 +91,16 @@ class Arguments:
         grid = torch.tensor([[1, 2 * merge, 2 * merge]] * BATCH)
         return torch.randn(int(grid.prod(1).sum()), channels * times * patch), grid
 
+    def places(self) -> Tensor:
+        """The column and row of each patch of patches()."""
+        _, high, wide = self.patches()[1][0].tolist()
+        rows, columns = torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij")
+        return torch.stack([columns, rows], -1).flatten(0, 1).expand(BATCH, -1, -1)
+
+    def rows(self, name: str) -> Tensor:
+        """Rows of a width that the configuration names."""
+        return torch.randn(BATCH, LENGTH, setting(self.config, name, default=self.width))
+
     def pictures(self) -> Iterator[Tensor]:
         channels = setting(self.config, "num_channels", "in_channels", default=3, first=SEES)
         channels = channels if isinstance(channels, int) else 3
@@ -108,6 +122,8 @@ class Arguments:
         yield flat
         yield self.patches(2)[0]
         yield flat.unflatten(0, (BATCH, -1))
+        if (side := math.isqrt(flat.shape[1] // channels)) ** 2 * channels == flat.shape[1]:
+            yield flat.unflatten(1, (channels, side, side))
         merged = math.isqrt(flat.shape[1] // channels) * int(self.merge[0])
         yield torch.randn(len(flat), merged, merged, channels)
 
@@ -136,6 +152,7 @@ class Arguments:
         channels = setting(self.config, "audio_channels", default=1)
         yield torch.randn(BATCH, channels, 3840)
         yield from self.spectra()
+        yield torch.randn(BATCH, LENGTH, self.width)
 
     def series(self, more: int = 0) -> Iterator[Tensor]:
         length = setting(self.config, "context_length", default=64)
@@ -165,7 +182,7 @@ class Arguments:
             r"prompt_masks": self.pictures,
             "pixel_values_videos|video": self.videos,
             "input_features|audio_features|spectrogram|input_audio_features": self.spectra,
-            "input_values|waveform|audio_values|audio": self.waves,
+            "(decoder_)?input_values|waveform|audio_values|audio": self.waves,
             "past_values": self.series,
             "past_time_features": lambda: [torch.randn(BATCH, length + lags, features)],
             "past_observed_mask": lambda: [torch.ones(BATCH, length + lags)],
@@ -185,6 +202,20 @@ class Arguments:
             r"spatial_shapes": lambda: [self.patches()[1][:, 1:]],
             r"visual_pos": lambda: [torch.rand(BATCH, LENGTH, 4)],
             r"merge_sizes": lambda: [self.patches() and self.merge],
+            r"target_sizes": lambda: [self.patches()[1][:, 1:]],
+            r"pixel_position_ids": lambda: [self.places()],
+            r"image_attention_mask": lambda: [torch.ones(BATCH, LENGTH, n).long() for n in (1, 4)],
+            r"image_embeds_position_mask": lambda: [
+                (torch.arange(LENGTH) < setting(self.config, "latent_query_num", default=4)).expand(
+                    BATCH, -1
+                )
+            ],
+            r"bool_masked_pos": lambda: [(torch.arange(LENGTH) % 2 > 0).expand(BATCH, -1)],
+            r"is_longer": lambda: [torch.zeros(BATCH, 1).bool()],
+            r"states": lambda: [self.rows("state_dim")],
+            r"actions": lambda: [self.rows("act_dim")],
+            r"rewards|returns_to_go": lambda: [torch.randn(BATCH, LENGTH, 1)],
+            r"timesteps": lambda: [torch.arange(LENGTH).expand(BATCH, -1)],
             r"state": lambda: [
                 torch.randn(BATCH, setting(self.config, "max_state_dim", default=32))
             ],
@@ -235,7 +266,10 @@ SETS = (  # names beside those that forward requires; "main" is the class's main
     "input_ids qformer_input_ids pixel_values decoder_input_ids",
     "input_ids pixel_values attention_mask",
     "pixel_values pixel_attention_mask spatial_shapes",
-    "input_ids pixel_values pixel_attention_mask spatial_shapes",
+    "input_ids pixel_values pixel_attention_mask spatial_shapes", "pixel_values target_sizes",
+    "states actions rewards returns_to_go timesteps attention_mask", "input_features is_longer",
+    "input_ids pixel_values attention_mask image_attention_mask", "input_values decoder_input_values",
+    "input_ids input_features is_longer", "input_ids pixel_values image_embeds_position_mask",
 )  # fmt: skip
 
 
@@ -279,6 +313,7 @@ SIZES = (  # of the last dimension: the one there is, and the one wanted
     r"to have (?P<want>\d+) channels, but got (?P<got>\d+) channels",
     r"Expected (?P<want>\d+), got (?P<got>\d+)",
     r"size of tensor a \((?P<got>\d+)\) must match the size of tensor b \((?P<want>\d+)\)",
+    r"mask \[\d+, (?P<got>\d+)\] .* indexed tensor \[\d+, (?P<want>\d+)",
     r"dimension of the inputs: (?P<got>\d+) .*: (?P<want>\d+)",
 )
 PLACEHOLDERS = r"^(image|video|audio|speech)_token_(id|index)$"
@@ -326,6 +361,9 @@ def resized(kwargs: dict[str, Any], got: int, want: int) -> dict[str, Any] | Non
         if isinstance(value, Tensor):
             places = [d for d, size in enumerate(value.shape) if size == got and d]
             if len(places) == 1:
+                if value.dtype == torch.bool:  # each row keeps as many
+                    around = torch.arange(want) % got
+                    return kwargs | {name: value.index_select(places[0], around)}
                 shape = [*value.shape]
                 shape[places[0]] = want
                 return kwargs | {name: value.flatten()[torch.randint(value.numel(), shape)]}
@@ -371,6 +409,19 @@ ABSENT = (  # messages that say which entry a configuration lacks
     (r'can only concatenate tuple \(not "list"\)', "tuples"),
     (r"split_sizes to sum exactly|stack expects each tensor to be equal size", "mrope_section"),
 )
+
+
+WRONG_SIZES = (  # messages of a layer: the size that a configuration has, and the right one
+    r"to have (?P<old>\d+) channels, but got (?P<new>\d+) channels",
+    r"running_mean should contain (?P<new>\d+) elements not (?P<old>\d+)",
+    r"normalized_shape=\[(?P<old>\d+)\], .* size\[\d+, (?P<new>\d+), \d+, \d+\]",
+)
+
+
+def wrong_size(failed: Exception) -> tuple[int, int] | None:
+    """Return the size that a layer has and the size that its input has, if a message says so."""
+    found = next(filter(None, (re.search(p, str(failed)) for p in WRONG_SIZES)), None)
+    return (int(found["old"]), int(found["new"])) if found else None
 
 
 def absent_entry(failed: Exception) -> str | None:

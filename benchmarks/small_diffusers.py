@@ -67,7 +67,8 @@ def diffusers_arguments(cls, narrow: bool, divide: bool, fit: bool, fill: bool) 
     defaults = {key: parameter.default for key, parameter in parameters.items()}
     for key, value in defaults.items():
         if value is None:
-            numbers = "list[int]" in str(parameters[key].annotation).lower()
+            kind = str(parameters[key].annotation).lower()
+            numbers = "list" in kind and "str" not in kind
             table = NUMBERS if numbers else UNKNOWN if fill else UNKNOWN[:1]
             given |= {key: v for p, v in table[::-1] if re.fullmatch(p, key)}  # noqa: B035 (the first)
         if value is inspect.Parameter.empty:

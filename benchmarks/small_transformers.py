@@ -11,15 +11,17 @@ import copy
 import importlib
 import itertools
 import re
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from narrow_models import LARGEST, Built
-from small_arguments import LENGTH, VOCABULARY, absent_entry, running_arguments
+from small_arguments import LENGTH, VOCABULARY, absent_entry, running_arguments, wrong_size
 from torch import nn
 
 IMAGE = 32
+LONGEST = 60  # CPU seconds, after which no more configurations of a class are tried
 BACKBONE, FEATURES = "resnet10t", 512
 
 # ---------------------------------------------------------------------------------- configurations
@@ -58,7 +60,7 @@ SAME = [  # sizes that are small whatever the widths are
     (r"vocab(_size|$)", VOCABULARY),
     (r"max.*(position|length|len)|n_positions|^n_ctx$|seq_len", 128),
     (r"shared_layers$", 0),
-    (r"num_(object_)?quer(ies|y_tokens)$", 12),
+    (r"num_(object_)?quer(ies|y_tokens)$|query_num$", 12),
     (r"attention_window$", 8),
     (r"expert_num$", 4),
     (LAYERS, 2),
@@ -80,6 +82,7 @@ NUMBERS = [  # the first that matches a name of a configuration
     (r"^(d_model|d_latents|n_embd|embed_dim|dim|hidden_size|d_embed)$", 32),
     (IMAGES, IMAGE),
     (r"^(num_frames|frames_per_clip)$", 4),
+    (r"prompt_size$", 4),
     (r"d_ssm$", 32),
     (r"^patch_size$|patch_stride$", 8),
     (r"(base|initial)_channels?$|filters$", 32),
@@ -101,7 +104,8 @@ def kept_layers(values: dict[str, Any], by: Widths) -> tuple[int, list[int]]:
     if by.whole:
         return count, list(range(count))
     first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
-    named = [len(v) for n, v in values.items() if re.search(INDICES, n) and isinstance(v, list)]
+    lists = ((n, v) for n, v in values.items() if isinstance(v, list | tuple))
+    named = [len(v) for n, v in lists if re.search(INDICES, n)]
     wanted = max(2, len(first), *(n for n in named if n < 6), 0)
     others = (i for i in range(count) if i not in first.values())
     kept = sorted([*first.values(), *itertools.islice(others, wanted - len(first))])
@@ -171,6 +175,7 @@ def shrink(config, by: Widths) -> None:
         config.per_layer_config = None
     values = {n: v for n, v in vars(config).items() if n[:1] != "_" or n == "_out_indices"}
     count, kept = kept_layers(values, by)
+    written = any(is_nested(v) for v in values.values())  # widths of blocks, which stay
     stages = list(values.get("stage_names") or ())
     if count and len(stages) - count in (0, 1):  # a stem, and a stage for each layer
         stages = stages[: len(kept) + len(stages) - count]
@@ -183,6 +188,8 @@ def shrink(config, by: Widths) -> None:
             setattr(config, name, sections(value, by))
         elif is_timm(config) and "_indices" in name:
             continue  # of timm's stages
+        elif written and name.endswith("_channels"):
+            continue
         elif isinstance(value, list | tuple) and value:
             # A checkpoint's configuration has lists: JSON knows no tuples.
             setattr(config, name, items(name, list(value), count, kept, len(stages), by))
@@ -200,6 +207,18 @@ def shrink(config, by: Widths) -> None:
     same_ends(config, values)
     small_backbone(config, values)
     complete(config)
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a list has blocks of lists of numbers."""
+    while isinstance(value, list | tuple) and value:
+        if all(isinstance(v, list | tuple) for v in value) and isinstance(
+            value[0][:1], list | tuple
+        ):
+            if value[0] and isinstance(value[0][0], list | tuple):
+                return True
+        value = value[0]
+    return False
 
 
 def same_ends(config, values: dict[str, Any]) -> None:
@@ -290,6 +309,25 @@ def add_entry(config, name: str) -> None:
         setattr(config, name, value)
 
 
+def replace_size(config, old: int, new: int) -> None:
+    """Replace a size of a configuration, or in its lists, if it has this size once."""
+    found: list[tuple[Any, Any]] = []
+
+    def look(values: Any, keys: Iterable) -> None:
+        for key in keys:
+            if hasattr(value := values[key], "to_diff_dict"):
+                look(vars(value), list(vars(value)))
+            elif isinstance(value, list):
+                look(value, range(len(value)))
+            elif type(value) is int and value == old:
+                found.append((values, key))
+
+    look(vars(config), list(vars(config)))
+    if len(found) == 1:
+        values, key = found[0]
+        values[key] = new
+
+
 def complete(config) -> None:
     """Set the entries that checkpoints usually give, where a default of None does not run."""
     values = vars(config)
@@ -354,15 +392,19 @@ def transformers_names() -> list[str]:
     return sorted({name for names in found.values() for name in names})
 
 
-def small_model(cls, by: Widths, entries: Iterable[str] = ()) -> nn.Module:
-    """A model class with its configuration made small. entries: names to add to it."""
+def small_model(cls, by: Widths, entries: Iterable[Any] = ()) -> nn.Module:
+    """A model class with its configuration made small. entries: names to add to it, and
+    sizes to replace."""
     config = cls.config_class()
     given = {n: v for n, v in CHECKPOINTS_GIVE.items() if vars(config).get(n, 0) in (None, (), [])}
     given |= {n: v for n, v in NAMED_ENTRIES.items() if n in entries}
     config = cls.config_class(**given)
     shrink(config, by)
     for name in entries:
-        add_entry(config, name)
+        if isinstance(name, tuple):
+            replace_size(config, *name)
+        else:
+            add_entry(config, name)
     if "tuples" in entries:
         for name, value in vars(cls.config_class(**given)).items():
             if isinstance(value, tuple):
@@ -390,16 +432,19 @@ def transformers_model(name: str) -> Built:
     if cls.forward is nn.Module.forward:
         raise TypeError("it has no forward: only generate calls its parts")
     first: Exception | None = None
+    end = time.process_time() + LONGEST
     for by in TRIED:
-        entries: list[str] = []  # that the class reads and its configuration lacks
+        if time.process_time() > end:
+            break
+        entries: list[Any] = []  # that its configuration lacks, or pairs of sizes to replace
         while True:
             try:
                 model = small_model(cls, by, entries)
                 return model, running_arguments(model)
             except Exception as failed:  # noqa: BLE001 (other sizes may fit)
                 first = first or failed
-                entry = absent_entry(failed)
-                if entry is None or entry in entries:
+                entry = absent_entry(failed) or wrong_size(failed)
+                if entry is None or entry in entries or time.process_time() > end:
                     break
                 entries.append(entry)
     raise first
