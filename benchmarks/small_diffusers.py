@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from diffusers_inputs import inputs
+from message_repairs import resized_by
 from narrow_models import LARGEST, Built, narrowed
-from small_arguments import resized_by
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 

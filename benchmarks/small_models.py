@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import torch
-from narrow_models import BATCH, LARGEST, Built, narrowed
+from narrow_models import BATCH, LARGEST, Built, narrowed, shallower
 from small_torchvision import without_cuda_ops
 
 
@@ -37,21 +37,28 @@ def timm_model(module: str) -> Built:
     """A module's model with a small name, and fewer layers where the constructor takes some."""
     timm = importlib.import_module("timm")
     names = timm.list_models(module=module)
-    name = next((n for small in SMALLEST for n in names if small in n), names[0])
+    small_name = next((n for small in SMALLEST for n in names if small in n), names[0])
     last: Exception = TypeError("no arguments")
     widths = {"embed_dim": 32, "num_heads": 2}, {"embed_dim": 32}, {"embed_dim": 48}, {}
-    ways = itertools.product((1, 8, 4), widths, ({"depth": 2}, {}), (11, 0))
-    for by, width, depth, classes in ways:
+    wide = [(1, False), (8, False), (4, False), (1, True), (4, True)]  # divisors; fewer layers
+    ways = itertools.product(
+        dict.fromkeys((small_name, names[0])), wide, widths, ({"depth": 2}, {}), (11, 0)
+    )
+    for name, (by, shallow), width, depth, classes in ways:
         fewer = {**width, **depth, **({"num_classes": classes} if classes else {})}
-        if by > 1 and width:
-            continue  # the layers' widths are divided
+        if (by > 1 or shallow) and width:
+            continue  # the layers' widths are divided, or layers left out
         try:
             with torch.device("meta"), narrowed(by):
-                size = sum(p.numel() for p in timm.create_model(name, **fewer).parameters())
-            if size > LARGEST:
+                model = timm.create_model(name, **fewer)
+            if shallow:
+                shallower(model)
+            if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
                 raise MemoryError(f"{size:,} parameters: not small")
             with narrowed(by):
                 model = timm.create_model(name, **fewer)
+            if shallow:
+                shallower(model)
         except Exception as failed:  # noqa: BLE001 (no such argument, or a list)
             last = failed
             continue
@@ -87,11 +94,35 @@ def x_transformers_names() -> list[str]:
     )
 
 
+BESIDE = {  # switches that need others, or that a decoder's layers set by others
+    "attn_causal": {},
+    "attn_learned_value_residual_mix": {"add_value_residual": True},
+    "attn_qkv_receive_diff_residuals": {
+        "qkv_receive_diff_residuals": True,
+        "num_residual_streams": 2,
+    },
+    "attn_use_latent_q": {"attn_use_latent_q": True, "attn_dim_latent_q": 16},
+    "attn_use_latent_kv": {"attn_use_latent_kv": True, "attn_dim_latent_kv": 16},
+    "attn_flash_pack_seq": {"attn_flash_pack_seq": True, "rotary_pos_emb": True},
+    "layers_attn_aggregated_residuals": {
+        "attn_aggregated_residuals": True,
+        "attn_aggregated_residual_kwargs": {"lora_rank": 8},
+    },
+    "layers_gated_multi_residual": {
+        "gated_multi_residual": True,
+        "num_residual_streams": 2,
+        "residual_fn_kwargs": {"read_gate_rank": 8},
+    },
+    "model_looped": {"pre_and_post_norm": True},
+}
+
+
 def x_transformers_model(name: str) -> Built:
     """A decoder of two layers with one switch on."""
     package = importlib.import_module("x_transformers.x_transformers")
     part, switch = name.split("_", 1)
     layers = {switch: True} if part == "layers" else {name: True} if part != "model" else {}
+    layers = BESIDE.get(name, layers)
     if layers.pop("causal", False) or layers.get("cross_attend") or layers.get("only_cross"):
         layers |= {"cross_attend": True}
     decoder = package.Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, **layers)
