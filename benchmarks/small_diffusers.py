@@ -205,7 +205,8 @@ def diffusers_model(name: str) -> Built:
             done.clear()
             hook = register_module_forward_hook(lambda layer, *_: done.append(layer))
             try:
-                model(**kwargs)
+                with torch.no_grad():  # else weights of a weight norm could not be copied
+                    model(**kwargs)
                 return model, kwargs
             except Exception as failed:  # noqa: BLE001 (other arguments may fit)
                 far = len(done), line_of(failed, type(model))
