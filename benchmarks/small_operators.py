@@ -142,10 +142,10 @@ def representations(
         edges = torch.stack([source, (source + 1) % 7])
         position = torch.randn(7, 3)
         if "voxel" in type(model).__module__:
-            x = torch.randn(2, 6, 6, 6, width)
+            x = torch.randn(2, width, 6, 6, 6)
         z, edge_attr = torch.randn(7, 4), torch.randn(17, o3.Irreps(second).dim)
         return {
-            r"x|features|input1?|node_input|node_features|first": x,
+            r"x|image|features|input1?|node_input|node_features|first": x,
             r"y|input2": torch.randn(7, o3.Irreps(second).dim),
             r"alpha|beta": torch.rand(7),
             r"node_attr": z,
