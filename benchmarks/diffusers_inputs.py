@@ -135,7 +135,9 @@ def table(model: nn.Module, world: World) -> dict[str, Any]:
     beside = number(config, "in_channels", default=0) - channels  # a concatenation's other part
     two = torch.full((batch, 2), float(side))
     mask = torch.ones(batch, WORDS)
-    grid = (*([1] * 3), *shape[1:3])[-3:]
+    patch = getattr(config, "patch_size", 1)
+    patch = patch if isinstance(patch, tuple | list) else (1, patch, patch)
+    grid = [n // p for n, p in zip((1, *shape[-3:-1]), patch)]  # channels stand last
     packed = torch.arange(PATCHES + SOUNDS + WORDS)
     return {
         r"sample|hidden_states|x|latent_model_input": picture,
