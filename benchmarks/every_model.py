@@ -48,30 +48,32 @@ from model_layouts import (
     sent_bytes,
     train,
 )
+from narrow_models import LARGEST
+from small_diffusers import diffusers_model, diffusers_names
 from small_layers import (
-    e3nn_model,
-    e3nn_names,
-    neuralop_model,
-    neuralop_names,
     segmentation_model,
     segmentation_names,
     torch_geometric_model,
     torch_geometric_names,
-    torchrec_model,
-    torchrec_names,
 )
 from small_models import (
     Built,
-    diffusers_model,
-    diffusers_names,
     timm_model,
     timm_names,
     without_broken_packages,
     x_transformers_model,
     x_transformers_names,
 )
+from small_operators import (
+    e3nn_model,
+    e3nn_names,
+    neuralop_model,
+    neuralop_names,
+    torchrec_model,
+    torchrec_names,
+)
 from small_torchvision import torchvision_model, torchvision_names
-from small_transformers import LARGEST, transformers_model, transformers_names
+from small_transformers import transformers_model, transformers_names
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode

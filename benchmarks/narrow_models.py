@@ -17,6 +17,7 @@ from unittest.mock import patch
 from torch import nn
 
 Built = tuple[nn.Module, dict[str, Any]]  # a model and the arguments of a call
+BATCH, LARGEST = 4, 30_000_000  # rows, and parameters
 LEAST = 4  # of a divided width
 CONVOLUTION, NORM = ("in_channels", "out_channels"), ("num_features",)
 WIDTHS: dict[type[nn.Module], tuple[str, ...]] = {

@@ -1,7 +1,7 @@
 """Arguments for model classes of transformers, by the names in forward's signature.
 
 A name has a table of candidates, the likeliest first. Where a call fails, its message often says
-which size or how many tokens it wants (`repaired`).
+which size or how many tokens it wants (`message_repairs.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from message_repairs import LENGTH, absent_entry, repaired
+from narrow_models import BATCH
 from torch import Tensor, nn
 
-BATCH, LENGTH, VOCABULARY = 4, 16, 96
+VOCABULARY = 96
 PATIENCE = 10  # CPU seconds for the calls of one small model
 
 # ------------------------------------------------------------------------------- candidates by name
@@ -58,7 +60,11 @@ class Arguments:
     def tokens(self) -> Iterator[Tensor]:
         vocabulary = setting(self.config, "vocab_size", default=VOCABULARY, first="text|decoder")
         if isinstance(vocabulary, int):
-            yield torch.randint(3, max(vocabulary, 5), (BATCH, LENGTH))
+            likely = torch.randint(3, max(vocabulary, 5), (BATCH, LENGTH))
+            asked = vars(self.config).get("question_token_id")
+            if isinstance(asked, int) and asked < vocabulary:
+                likely[:, 1] = asked
+            yield likely
             yield torch.randint(3, max(vocabulary, 5), (BATCH, 2, LENGTH))  # multiple choice
             books = setting(self.config, "num_codebooks", "num_quantizers", default=0)
             if books:
@@ -87,6 +93,16 @@ class Arguments:
         grid = torch.tensor([[1, 2 * merge, 2 * merge]] * BATCH)
         return torch.randn(int(grid.prod(1).sum()), channels * times * patch), grid
 
+    def places(self) -> Tensor:
+        """The column and row of each patch of patches()."""
+        _, high, wide = self.patches()[1][0].tolist()
+        rows, columns = torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij")
+        return torch.stack([columns, rows], -1).flatten(0, 1).expand(BATCH, -1, -1)
+
+    def rows(self, name: str) -> Tensor:
+        """Rows of a width that the configuration names."""
+        return torch.randn(BATCH, LENGTH, setting(self.config, name, default=self.width))
+
     def pictures(self) -> Iterator[Tensor]:
         channels = setting(self.config, "num_channels", "in_channels", default=3, first=SEES)
         channels = channels if isinstance(channels, int) else 3
@@ -108,6 +124,8 @@ class Arguments:
         yield flat
         yield self.patches(2)[0]
         yield flat.unflatten(0, (BATCH, -1))
+        if (side := math.isqrt(flat.shape[1] // channels)) ** 2 * channels == flat.shape[1]:
+            yield flat.unflatten(1, (channels, side, side))
         merged = math.isqrt(flat.shape[1] // channels) * int(self.merge[0])
         yield torch.randn(len(flat), merged, merged, channels)
 
@@ -136,6 +154,7 @@ class Arguments:
         channels = setting(self.config, "audio_channels", default=1)
         yield torch.randn(BATCH, channels, 3840)
         yield from self.spectra()
+        yield torch.randn(BATCH, LENGTH, self.width)
 
     def series(self, more: int = 0) -> Iterator[Tensor]:
         length = setting(self.config, "context_length", default=64)
@@ -165,7 +184,7 @@ class Arguments:
             r"prompt_masks": self.pictures,
             "pixel_values_videos|video": self.videos,
             "input_features|audio_features|spectrogram|input_audio_features": self.spectra,
-            "input_values|waveform|audio_values|audio": self.waves,
+            "(decoder_)?input_values|waveform|audio_values|audio": self.waves,
             "past_values": self.series,
             "past_time_features": lambda: [torch.randn(BATCH, length + lags, features)],
             "past_observed_mask": lambda: [torch.ones(BATCH, length + lags)],
@@ -185,6 +204,20 @@ class Arguments:
             r"spatial_shapes": lambda: [self.patches()[1][:, 1:]],
             r"visual_pos": lambda: [torch.rand(BATCH, LENGTH, 4)],
             r"merge_sizes": lambda: [self.patches() and self.merge],
+            r"target_sizes": lambda: [self.patches()[1][:, 1:]],
+            r"pixel_position_ids": lambda: [self.places()],
+            r"image_attention_mask": lambda: [torch.ones(BATCH, LENGTH, n).long() for n in (1, 4)],
+            r"image_embeds_position_mask": lambda: [
+                (torch.arange(LENGTH) < setting(self.config, "latent_query_num", default=4)).expand(
+                    BATCH, -1
+                )
+            ],
+            r"bool_masked_pos": lambda: [(torch.arange(LENGTH) % 2 > 0).expand(BATCH, -1)],
+            r"is_longer": lambda: [torch.zeros(BATCH, 1).bool()],
+            r"states": lambda: [self.rows("state_dim")],
+            r"actions": lambda: [self.rows("act_dim")],
+            r"rewards|returns_to_go": lambda: [torch.randn(BATCH, LENGTH, 1)],
+            r"timesteps": lambda: [torch.arange(LENGTH).expand(BATCH, -1)],
             r"state": lambda: [
                 torch.randn(BATCH, setting(self.config, "max_state_dim", default=32))
             ],
@@ -235,7 +268,11 @@ SETS = (  # names beside those that forward requires; "main" is the class's main
     "input_ids qformer_input_ids pixel_values decoder_input_ids",
     "input_ids pixel_values attention_mask",
     "pixel_values pixel_attention_mask spatial_shapes",
-    "input_ids pixel_values pixel_attention_mask spatial_shapes",
+    "input_ids pixel_values pixel_attention_mask spatial_shapes", "pixel_values target_sizes",
+    "states actions rewards returns_to_go timesteps attention_mask", "input_features is_longer",
+    "input_ids pixel_values attention_mask image_attention_mask",
+    "input_ids input_features is_longer", "input_ids pixel_values image_embeds_position_mask",
+    "input_values decoder_input_values",
 )  # fmt: skip
 
 
@@ -271,62 +308,6 @@ def transformers_inputs(model: nn.Module, arguments: Arguments) -> Iterator[dict
             yield {n: made[n][min(turn, len(made[n]) - 1)] for n in sorted(chosen)}
 
 
-# ----------------------------------------------------------------------------- repairs by a message
-
-SIZES = (  # of the last dimension: the one there is, and the one wanted
-    r"cannot be multiplied \(\d+x(?P<got>\d+) and (?P<want>\d+)x\d+\)",
-    r"normalized_shape=\[(?P<want>\d+)\], .* size\[.*, (?P<got>\d+)\]",
-    r"to have (?P<want>\d+) channels, but got (?P<got>\d+) channels",
-    r"Expected (?P<want>\d+), got (?P<got>\d+)",
-    r"size of tensor a \((?P<got>\d+)\) must match the size of tensor b \((?P<want>\d+)\)",
-    r"dimension of the inputs: (?P<got>\d+) .*: (?P<want>\d+)",
-)
-PLACEHOLDERS = r"^(image|video|audio|speech)_token_(id|index)$"
-
-
-def repaired(kwargs: dict[str, Any], message: str, arguments: Arguments) -> dict[str, Any] | None:
-    """Return the arguments with the size, the name, or as many placeholders, as a failed call asks
-    for. message: the exception's, and the line that raised it."""
-    if found := re.search(r"length (\d+) is not a multiple of (\d+)", message):
-        length, unit = int(found[1]), int(found[2])
-        return resized(kwargs, length, length // unit * unit)
-    for pattern in SIZES:
-        if found := re.search(pattern, message):
-            return resized(kwargs, int(found["got"]), int(found["want"]))
-    if counts := re.search(r"tokens: (\d+),? features:? (\d+)", message):
-        return with_placeholders(kwargs, int(counts[2]), arguments.config)
-    for name in re.findall(r"\w+", message):
-        if name in arguments.names and name not in kwargs and (values := arguments.likely(name)):
-            return kwargs | {name: values[0]}
-    return None
-
-
-def with_placeholders(kwargs: dict[str, Any], count: int, config) -> dict[str, Any] | None:
-    """Put as many placeholders of images or sounds before the tokens as there are features."""
-    ids = kwargs.get("input_ids")
-    tokens = [v for n, v in vars(config).items() if re.search(PLACEHOLDERS, n)]
-    if ids is None or ids.dim() != 2 or count > 4096:
-        return None
-    each = -(-count // len(ids))
-    for token in tokens:
-        if isinstance(token, int) and (ids == token).sum() != count:
-            text = torch.where(ids[:, :LENGTH] == token, token + 1, ids[:, :LENGTH])
-            return kwargs | {"input_ids": torch.cat([torch.full((len(ids), each), token), text], 1)}
-    return None
-
-
-def resized(kwargs: dict[str, Any], got: int, want: int) -> dict[str, Any] | None:
-    """The arguments with another size, of the first tensor that has one dimension of this size."""
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor):
-            places = [d for d, size in enumerate(value.shape) if size == got and d]
-            if len(places) == 1:
-                shape = [*value.shape]
-                shape[places[0]] = want
-                return kwargs | {name: value.flatten()[torch.randint(value.numel(), shape)]}
-    return None
-
-
 def running_arguments(model: nn.Module) -> dict[str, Any]:
     """Arguments with which a model runs. Raises the first failure if there are none."""
     first: Exception | None = None
@@ -355,22 +336,3 @@ def running_arguments(model: nn.Module) -> dict[str, Any]:
             if attempt is None:
                 break
     raise first or TypeError("no arguments")
-
-
-ABSENT = (  # messages that say which entry a configuration lacks
-    (r"Config' object has no attribute '(\w+)'", ""),
-    (r"Could not find a `(\w+)` argument in the config", ""),
-    (r"ne\(\) received .* got \(NoneType\)", "pad_token_id"),
-    (r"^'(\w+_attention)'$", ""),  # a rotary table for each kind of layer
-    (r"config.(out_indices) to be a list of 4", ""),
-    (r'can only concatenate tuple \(not "list"\)', "tuples"),
-    (r"split_sizes to sum exactly|stack expects each tensor to be equal size", "mrope_section"),
-)
-
-
-def absent_entry(failed: Exception) -> str | None:
-    """Return the entry that a configuration lacks, if a message says so."""
-    for pattern, entry in ABSENT:
-        if found := re.search(pattern, str(failed)):
-            return entry or found[1]
-    return None
