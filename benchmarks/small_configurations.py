@@ -23,16 +23,17 @@ BACKBONE, FEATURES = "resnet10t", 512
 
 class Widths(NamedTuple):
     """All widths are divided by heads * head, without both by a table of names. whole: as many
-    layers as before."""
+    layers as before. each: the layers of each kind; two where layers of a kind share weights."""
 
     heads: int = 0
     head: int = 0
     whole: bool = False
+    each: int = 1
 
 
 TRIED = (
-    *(Widths(), Widths(4, 8), Widths(1, 8), Widths(2, 2), Widths(4, 8, True), Widths(1, 8, True)),
-    *(Widths(1, 2), Widths(2, 2, True), Widths(1, 1)),
+    *(Widths(), Widths(4, 8), Widths(1, 8), Widths(2, 2), Widths(4, 8, each=2)),
+    *(Widths(4, 8, True), Widths(1, 8, True), Widths(1, 2), Widths(2, 2, True), Widths(1, 1)),
 )
 LARGEST_IMAGE, IMAGES = 256, r"^((max_)?(image|img)_size|input_size|crop_size)$"
 LAYERS = r"layers?$|^depth$|^n_layer|num_blocks$|_depth$"
@@ -97,12 +98,12 @@ def kept_layers(values: dict[str, Any], by: Widths) -> tuple[int, list[int]]:
     count = len(kinds) or max(counts, default=0)
     if by.whole:
         return count, list(range(count))
-    first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
+    first = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < by.each]
     lists = ((n, v) for n, v in values.items() if isinstance(v, list | tuple))
     named = [len(v) for n, v in lists if re.search(INDICES, n)]
     wanted = max(2, len(first), *(n for n in named if n < 6), 0)
-    others = (i for i in range(count) if i not in first.values())
-    kept = sorted([*first.values(), *itertools.islice(others, wanted - len(first))])
+    others = (i for i in range(count) if i not in first)
+    kept = sorted([*first, *itertools.islice(others, wanted - len(first))])
     return count, kept or list(range(wanted))
 
 
