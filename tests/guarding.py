@@ -90,6 +90,7 @@ EXPLORING = {
     "suggest::test_arguments_by_keyword": 1,
     "suggest::test_it_finds_what_trying_everything_finds": 1,
     "unet3d": 0,
+    "value_free::test_rows_are_written_where_values_say": 12,
     "waiting": 1,
     "window_programs": 1,
     "wire": 1,

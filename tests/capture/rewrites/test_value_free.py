@@ -4,6 +4,8 @@ they cannot.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,6 +94,33 @@ CURED = {
 def test_sizes_that_depend_on_values(name, spec):
     plan = gspmd.plan(PROGRAMS[name], X, mesh=BIG, in_specs=spec)
     assert_same(plan.simulate(X, _poison=True), PROGRAMS[name](X), name)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_are_written_where_values_say(seed):
+    """A place is no constant, also where its stand-ins are alike modulo the size."""
+    draw = random.Random(seed)
+    rows, columns = draw.sample(range(3, 9), 2)
+    x = torch.randn(rows, columns, dtype=torch.float64, requires_grad=True)
+    write = draw.choice(
+        [
+            lambda y, i: y.__setitem__(i, 1.0),
+            lambda y, i: y.__setitem__((slice(None), i), y[:, 0] * 2),
+            lambda y, i: y[i].mul_(3),
+            lambda y, i: y[i - 3].add_(y[i]),
+            lambda y, i: y.select(-1, i).copy_(y[:, i - 1] + 1),
+        ]
+    )
+    later = draw.randint(0, 2)
+
+    def program(x):
+        y = x * 1
+        write(y, (x > 99).sum() + later)
+        return y, torch.autograd.grad(y.square().sum(), x)[0]
+
+    spec = draw.choice(["a m", "m a", "_ m+a", "m+a _"])
+    plan = gspmd.plan(program, x, mesh=BIG, in_specs=spec)
+    assert_same(plan.simulate(x, _poison=True), program(x))
 
 
 @pytest.mark.parametrize("name", NOT_ON_OLD)
