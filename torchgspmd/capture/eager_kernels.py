@@ -25,6 +25,8 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from .trace_context import at_once
 
+Dtypes = tuple[torch.dtype | None, ...]
+
 _MOST = 1 << 20  # elements of the operands for which a kernel runs while capturing
 
 
@@ -39,22 +41,23 @@ def are_without_elements(results: object) -> bool:
     return bool(found) and all(t.layout is torch.strided and has_no_elements(t) for t in found)
 
 
-def ask_kernel(func: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Return an operation's results if they all are without elements, else None.
+def ask_kernel(func: OpOverload, args: tuple, kwargs: dict) -> tuple[Any, Dtypes]:
+    """Return an operation's results if they all are without elements, else None; and their dtypes.
 
+    The dtypes are given for operands of several dtypes; None stands for a result that is no tensor.
     Raises the kernel's error if it refuses operands without elements, or of these dtypes.
     """
     if func.namespace != "aten" or func.is_view:
-        return None
+        return None, ()
     if func._schema.is_mutable:
         _check_written(func, args, kwargs)
-        return None
+        return None, ()
     if draws(func):
-        return None
+        return None, ()
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if has_no_elements(*tensors):
-        return _of_zeros(func, leaves, tree)
+        return _of_zeros(func, leaves, tree), ()
     dtypes = {t.dtype for t in tensors if _is_float(t)}
     # Numbers of one byte have scales, whose sizes depend on those of other operands.
     if (
@@ -64,8 +67,20 @@ def ask_kernel(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     ):
         # One element each: of operations without sizes among their arguments.
         kinds = [(leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        _check_dtypes(func, tuple(kinds), tree, tensors[0].device)
-    return None
+        return None, _result_dtypes(func, tuple(kinds), tree, tensors[0].device)
+    return None, ()
+
+
+def with_dtypes(results: Any, dtypes: Dtypes) -> Any:
+    """Return an operation's results in the kernel's dtypes: fake tensors may have others."""
+    leaves, tree = pytree.tree_flatten(results)
+    if len(leaves) != len(dtypes):
+        return results
+    cast = [
+        x.to(dtype) if isinstance(x, Tensor) and dtype not in (None, x.dtype) else x
+        for x, dtype in zip(leaves, dtypes)
+    ]
+    return pytree.tree_unflatten(cast, tree)
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -99,8 +114,11 @@ def _of_zeros(func: OpOverload, leaves: Sequence[Any], tree: Any) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _check_dtypes(func: OpOverload, kinds: tuple, tree: Any, device: torch.device) -> None:
-    """Run a kernel on one element of each operand. kinds: dtype and dimensions, or an argument."""
+def _result_dtypes(func: OpOverload, kinds: tuple, tree: Any, device: torch.device) -> Dtypes:
+    """Run a kernel on one element of each operand; return the dtypes of its results.
+
+    kinds: dtype and dimensions, or an argument.
+    """
     with at_once(), torch.no_grad():
         ones = [
             torch.ones([1] * kind[1], dtype=kind[0], device=device)
@@ -109,7 +127,8 @@ def _check_dtypes(func: OpOverload, kinds: tuple, tree: Any, device: torch.devic
             for kind in kinds
         ]
         args, kwargs = pytree.tree_unflatten(ones, tree)
-        func(*args, **kwargs)
+        results = pytree.tree_leaves(func(*args, **kwargs))
+        return tuple(x.dtype if isinstance(x, Tensor) else None for x in results)
 
 
 # ---------------------------------------------------------------------------- what a kernel writes

@@ -24,7 +24,7 @@ from ..compat.private_apis import (
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .draws import one_draw
-from .eager_kernels import are_without_elements, ask_kernel
+from .eager_kernels import are_without_elements, ask_kernel, with_dtypes
 from .rewrites.value_free import SELECTING
 from .state.mutations import Tables
 from .state.source import Source, step_name
@@ -79,8 +79,9 @@ class Functional(FunctionalTensorMode):
                     and (source := self._source_of(value)) is not None
                 ):
                     self._list(source)
-        if func not in _KEPT and (shapes := ask_kernel(func, args, kwargs or {})) is not None:
-            return self._of_nothing(shapes)
+        empty, dtypes = (None, ()) if func in _KEPT else ask_kernel(func, args, kwargs or {})
+        if empty is not None:
+            return self._of_nothing(empty)
         drawn = one_draw() if draws(func) else nullcontext()
         with _interpolation_in_one_piece(func), drawn:
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -91,11 +92,13 @@ class Functional(FunctionalTensorMode):
             # A view of a state tensor is that tensor: a write to it has to be seen. The view
             # is stored, so that its id is not reused.
             self.views[id(result)] = result, self._source_of(args[0])
-        return (
-            result
-            if func.is_view or func._schema.is_mutable
-            else pytree.tree_map_only(Tensor, self._as_functional, result)
-        )
+        if func.is_view or func._schema.is_mutable:
+            return result
+        result = pytree.tree_map_only(Tensor, self._as_functional, result)
+        if not dtypes:
+            return result
+        with self:
+            return with_dtypes(result, dtypes)
 
     def _as_functional(self, tensor: Tensor) -> Tensor:
         """Return a result as a functional tensor.
