@@ -39,7 +39,7 @@ from .rewrites.new_tensors import WRITTEN, WRITTEN_ERROR
 from .state.dependencies import HookTables
 from .state.mutable_tables import names_of
 from .state.mutations import Tables
-from .state.object_trees import opened
+from .state.object_trees import leaves_with_paths, opened
 from .state.recorder import record_reads
 from .state.run_guards import ArgumentKeys, FunctionFacts, ModuleFacts, RunGuards
 from .state.source import Source
@@ -396,9 +396,8 @@ def leaf_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
     """Return a readable name for every leaf of (args, kwargs)."""
     result = []
     for name, value in (*zip(argument_names(fn, args), args), *kwargs.items()):
-        paths, _ = pytree.tree_flatten_with_path(value)
         result += [
             name + "".join(f"_{getattr(k, 'key', getattr(k, 'idx', k))}" for k in path)
-            for path, _ in paths
+            for path, _ in leaves_with_paths(value)
         ]
     return result

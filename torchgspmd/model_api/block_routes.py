@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..capture.state.object_trees import leaves_with_paths
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from .between_blocks import Origin, PickedRow, WorkFiller, one_hot
@@ -58,7 +59,7 @@ class BlockCall(NamedTuple):
     def named(self) -> list[tuple[str, Any]]:
         """Return the arguments' leaves by their paths."""
         whole = pytree.tree_unflatten([*range(len(self.leaves))], self.tree)
-        named, _ = pytree.tree_flatten_with_path(whole)
+        named = leaves_with_paths(whole)
         return [(pytree.keystr(path), self.leaves[i]) for path, i in named]
 
 

@@ -80,6 +80,25 @@ def test_registered_classes_get_tensors(place, mark):
     assert_same(parts(other.cache), parts(features.cache))
 
 
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 7)
+
+    def forward(self, rows):
+        return [self.linear(r.values) * r.lengths[:, None] for r in rows]
+
+
+@pytest.mark.parametrize("spec", ["data model", "_ model"])
+def test_a_registered_class_without_names_is_an_argument(spec):
+    torch.manual_seed(0)
+    one = Joined().double()
+    rows = [Rows(torch.randn(n, 6).double(), torch.arange(n)) for n in (5, 3)]
+    gspmd.mark_sharding(one.linear.weight, MESH, spec)
+    plan = gspmd.plan(one, rows, mesh=MESH)
+    assert_same(plan.simulate(rows, _poison=True), one(rows))
+
+
 class Sealed(tuple):
     """A tuple whose length is no number of items, as e3nn's Irrep."""
 

@@ -64,6 +64,10 @@ if not is_missing(pytree):
         Rebuilt,
         lambda r: (r.children, (r.cls, r.context)),
         lambda children, context: Rebuilt(context[0], context[1], list(children)),
+        flatten_with_keys_fn=lambda r: (
+            [(pytree.SequenceKey(i), x) for i, x in enumerate(r.children)],
+            (r.cls, r.context),
+        ),
     )
 
 
@@ -77,6 +81,11 @@ def taken_apart(tree: object) -> Any:
         return Rebuilt(type(part), context, [*map(taken_apart, children)])
 
     return pytree.tree_map(take, tree, is_leaf=_is_registered)
+
+
+def leaves_with_paths(tree: object) -> list[tuple[tuple, Any]]:
+    """Return the leaves of a tree with their paths; users' classes have numbers for names."""
+    return pytree.tree_flatten_with_path(taken_apart(tree))[0]
 
 
 def _is_registered(part: object) -> bool:
