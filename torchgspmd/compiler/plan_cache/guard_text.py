@@ -292,7 +292,11 @@ class GuardDecoder:
                 value = _defaults(value)
             # By content, as another process has no such object; the new guard is on this one's.
             names = self.names | (self.parameters if form == "parameters" else {})
-            if (here := content_of(value, form == "attributes", names)) != text:
+            try:
+                here = content_of(value, form == "attributes", names)
+            except Unshareable as error:  # it had a text, so it is another value
+                raise Stale(f"{source} was {text[:_SHOWN]}; {error}") from None
+            if here != text:
                 raise Stale(f"{source} is {here[:_SHOWN]}, and was {text[:_SHOWN]}")
             if form == "defaults":
                 continue
