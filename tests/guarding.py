@@ -20,6 +20,7 @@ EXPLORING = {
     "chosen_loops": 1,
     "communication::test_a_golden_text_agrees_to_its_own_lines": 1,
     "compat::test_the_command": 0,
+    "copies": 32,
     "counted_bytes": 1,
     "coupled_states": 1,
     "deaths": 1,

@@ -15,7 +15,7 @@ times a prime (layout/open_sizes.py), so that products of such sizes are seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -264,6 +264,16 @@ def _substitute(expression: Any, values: dict[Any, Any]) -> Any:
     while (after := expression.subs(values)) != expression:
         expression = after
     return expression
+
+
+def expression_of(size: Any) -> Any:
+    """Return a size as a number or an expression, which compare without a guess."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Return whether sizes are known to be equal."""
+    return [*map(expression_of, a)] == [*map(expression_of, b)]
 
 
 def _symbols(value: Any) -> list[Any]:

@@ -30,9 +30,10 @@ from ...compat.private_apis import (
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, innermost_frame_of, user_line_of
 from ...rules.rewrites import rewrite_of
+from ..stand_in_sizes import same_sizes
 from .branch_code import HELPERS, compiled
 from .branch_effects import TRACE, Effects, effect, owned
-from .sized_branches import Emptiness, chosen, needs_both, same_shape, sized_dim
+from .sized_branches import Emptiness, chosen, needs_both, sized_dim
 
 _UNKNOWN = DataDependentOutputException, GuardOnDataDependentSymNode
 
@@ -343,7 +344,9 @@ def _type_of(a: Any, b: Any) -> torch.dtype | None:
     """Return the dtype of a result that two tensors or numbers have in common, else None."""
     one, other = (x if isinstance(x, Tensor) else None for x in (a, b))
     if one is not None and other is not None:
-        return one.dtype if one.dtype == other.dtype and same_shape(one, other) else None
+        return (
+            one.dtype if one.dtype == other.dtype and same_sizes(one.shape, other.shape) else None
+        )
     tensor, number = (one, b) if one is not None else (other, a)
     if not isinstance(number, bool | int | float):
         return None

@@ -18,13 +18,9 @@ import torch
 from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
+from ..stand_in_sizes import expression_of
 
 _ROWS = (1, 2, 3, 1009)  # a condition that all of these decide alike tells no rows from some
-
-
-def same_shape(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have one shape, without a guess about unknown sizes."""
-    return [*map(_expr, a.shape)] == [*map(_expr, b.shape)]
 
 
 def sized_dim(a: object, b: object) -> int | None:
@@ -34,7 +30,7 @@ def sized_dim(a: object, b: object) -> int | None:
     if a.dtype != b.dtype or a.dim() != b.dim():
         return None
     pairs = [*zip(a.shape, b.shape)]
-    dims = [d for d, (m, n) in enumerate(pairs) if _expr(m) != _expr(n)]
+    dims = [d for d, (m, n) in enumerate(pairs) if expression_of(m) != expression_of(n)]
     known = len(dims) != 1 or all(type(n) is int for n in pairs[dims[0]])
     return None if known else dims[0]
 
@@ -106,7 +102,7 @@ class Emptiness:
 
     def _filled(self, x: Tensor) -> Tensor:
         for dim, size in enumerate(x.shape):
-            if _expr(size) == _expr(self.count):
+            if expression_of(size) == expression_of(self.count):
                 shape = [*x.shape]
                 shape[dim] = self.filled - self.count
                 # Ones are in the domain of most functions, and zeros are indices in any table.
@@ -116,7 +112,7 @@ class Emptiness:
     def _cut(self, x: Any) -> Any:
         """Return a result with as many rows as there are."""
         for dim, size in enumerate(x.shape) if isinstance(x, Tensor) else ():
-            if _expr(size) == _expr(self.filled):
+            if expression_of(size) == expression_of(self.filled):
                 x = x.index_select(dim, torch.arange(self.count, device=x.device))
         return x
 
@@ -147,7 +143,3 @@ def _outcomes(condition: Any, size: Any) -> list[bool]:
     if (difference - rest - factor * size).expand() != 0:
         return []
     return [bool(condition.func(factor * n + rest, 0)) for n in (0, *_ROWS)]
-
-
-def _expr(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import traceback as fx_traceback
 
 from ...capture.rewrites.loop_trace import is_unrolling
+from ...capture.stand_in_sizes import same_sizes
 from ...capture.trace_context import SITE, current_sites
 from ...capture.traced_values import is_transforming, needs_gradient
 from ...errors import user_line
@@ -121,7 +122,8 @@ def _expand(input: Tensor, *size: Any) -> Any:
     if result.dim() != input.dim():
         return result
     # An expanded dimension 0 has none before it to be merged with.
-    changed = [d for d, (a, b) in enumerate(zip(input.shape, result.shape)) if a != b]
+    pairs = enumerate(zip(input.shape, result.shape))
+    changed = [d for d, (a, b) in pairs if not same_sizes([a], [b])]
     if len(changed) == 1 and changed[0] > 0:
         return _mark(result, _Repeats(input, changed[0], expanded=True))
     return result
@@ -136,7 +138,7 @@ def _reshape(input: Tensor, *shape: Any) -> object:
     result, d = input.reshape(*shape), repeats.dim
     # [.., n, g, ..] becomes [.., n g, ..]; any other reshape forgets the repetition.
     merged = [*input.shape[: d - 1], input.shape[d - 1] * input.shape[d], *input.shape[d + 1 :]]
-    if [*result.shape] != merged:
+    if not same_sizes(result.shape, merged):
         return result
     return _mark(result, _Repeats(repeats.base.squeeze(d), d - 1))
 

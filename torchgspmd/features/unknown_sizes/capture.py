@@ -96,12 +96,16 @@ def _pad(
 
 def padded(input: Tensor, pad: Sequence[Any], mode: str, value: float | None) -> Tensor:
     """Pad the last dimensions with rows before and after."""
+    if not _is_number(*pad):
+        return input.clone()  # new memory, also where nothing is added
     # F.pad lists the last dimension first.
     for at in range(0, len(pad), 2):
         dim, (before, after) = input.dim() - 1 - at // 2, pad[at : at + 2]
+        if not _is_number(before, after):
+            continue
         if mode == "constant":
             input = _pad_dim(input, dim, before, after, 0 if value is None else value)
-        elif _is_number(before, after):
+        else:
             # Add x's own rows before and after it: reflect, replicate, circular.
             size = input.shape[dim]
             rows = arange_of(input, size + before + after) - before
@@ -133,7 +137,7 @@ def _pad_dim(x: Tensor, dim: int, before: Any, after: Any, value: float) -> Tens
         for count in (before, after)
     ]
     pieces = [piece for piece in (rows[0], x, rows[1]) if piece is not None]
-    return torch.cat(pieces, dim) if len(pieces) > 1 else x
+    return torch.cat(pieces, dim) if len(pieces) > 1 else x.clone()
 
 
 @rewrite("value", torch.diff, Tensor.diff)
@@ -153,7 +157,7 @@ def _diff(
         later, earlier = x.narrow(dim, 1, size - 1), x.narrow(dim, 0, size - 1)
         # As in PyTorch: two booleans differ by xor.
         x = later ^ earlier if x.dtype is torch.bool else later - earlier
-    return x
+    return x if n else x.clone()
 
 
 @rewrite("value", torch.roll, Tensor.roll)
@@ -182,7 +186,8 @@ def _repeat(input: Tensor, *counts: Any, dims: Any = ()) -> Any:
     # A dimension of size 1 before each dimension, which expands by the count.
     apart = input.view([n for size in sizes for n in (1, size)])
     repeated = apart.expand([n for pair in zip(counts, sizes) for n in pair])
-    return repeated.reshape([count * size for count, size in zip(counts, sizes)])
+    # New memory: a write to the result is none to the input, of which `repeated` is a view.
+    return repeated.clone().reshape([count * size for count, size in zip(counts, sizes)])
 
 
 @rewrite("value", pad_sequence)
