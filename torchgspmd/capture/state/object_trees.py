@@ -53,6 +53,11 @@ def _with_keys(opened: Any) -> Any:
     return items, (opened.cls, tuple(opened.components), opened.origin)
 
 
+def _with_numbers(rebuilt: Any) -> Any:
+    items = [(pytree.SequenceKey(i), x) for i, x in enumerate(rebuilt.children)]
+    return items, (rebuilt.cls, rebuilt.context)
+
+
 if not is_missing(pytree):
     pytree.register_pytree_node(
         Opened,
@@ -64,10 +69,7 @@ if not is_missing(pytree):
         Rebuilt,
         lambda r: (r.children, (r.cls, r.context)),
         lambda children, context: Rebuilt(context[0], context[1], list(children)),
-        flatten_with_keys_fn=lambda r: (
-            [(pytree.SequenceKey(i), x) for i, x in enumerate(r.children)],
-            (r.cls, r.context),
-        ),
+        flatten_with_keys_fn=_with_numbers,
     )
 
 
