@@ -260,6 +260,28 @@ def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     return zero_outside(local, all_inside, rows, trailing)
 
 
+@rewrite("decompose", aten.index_put.default, aten._unsafe_index_put.default)
+def _masked_write(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor | Declined:
+    """Write one value wherever a mask says: `x[mask] = 0` is a choice for each element."""
+    masks = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if len(masks) != 1 or masks[0][1].dtype not in (torch.bool, torch.uint8):
+        return DECLINED
+    (first, mask) = masks[0]
+    # A selection has one dimension for the mask's. The rest counts from the last dimension.
+    rest = x.dim() - first - mask.dim()
+    if values.dim() > rest:
+        if values.shape[values.dim() - 1 - rest] != 1:  # a value for each selected element
+            return DECLINED
+        place = values.dim() - 1 - rest
+        shape = [*values.shape[:place], *[1] * mask.dim(), *values.shape[place + 1 :]]
+        values = values.reshape(shape)
+    chosen = mask.bool().reshape([*mask.shape, *[1] * rest])
+    values = values.to(x.dtype)
+    return torch.where(chosen, x + values if accumulate else values, x)
+
+
 @rewrite("decompose", aten._unsafe_masked_index.default)
 def _masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: float) -> Tensor:
     # An index that is masked out may be out of range.
