@@ -65,20 +65,21 @@ def _register_strided(target: Callable) -> None:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        window, first = weight.shape[2:], input.dim() - weight.dim() + 2
-        steps, margins, gaps = (each_dim(v, len(window)) for v in (stride, padding, dilation))
+        kernel, first = weight.shape[2:], input.dim() - weight.dim() + 2
+        steps, margins, gaps = (each_dim(v, len(kernel)) for v in (stride, padding, dilation))
         dims = [
             i for i, step in enumerate(steps) if step != 1 and is_unknown(input.shape[first + i])
         ]
         if not dims or not input.requires_grad or isinstance(padding, str):
             return DECLINED
         for i in dims:
-            pad = [0, 0] * (len(window) - 1 - i) + [margins[i]] * 2
+            pad = [0, 0] * (len(kernel) - 1 - i) + [margins[i]] * 2
             input = padded(input, pad, "constant", None)
-            span, size = gaps[i] * (window[i] - 1) + 1, input.shape[first + i]
+            span, size = gaps[i] * (kernel[i] - 1) + 1, input.shape[first + i]
             input = input.narrow(first + i, 0, (size - span) // steps[i] * steps[i] + span)
             margins[i] = 0
-        return target(input, weight, bias, steps, margins, gaps, groups)
+        more = dict(stride=steps, padding=margins, dilation=gaps, groups=groups)
+        return target(input, weight, bias, **more)
 
 
 for _convolution in (torch.conv1d, torch.conv2d, torch.conv3d):
