@@ -12,6 +12,7 @@ WHOLE = {"prover", "imports", "docstrings", "kinds", "mistakes", "features"}
 # Files and functions that explore. Under --cases so many cases of each function guard; `make
 # nightly` runs all. Those that are left out take ten seconds and more, and others guard their code.
 EXPLORING = {
+    "algebra_masks": 12,
     "attention::test_numbers": 0,
     "blame::test_a_pipeline_with_rounds": 0,
     "calibrate::test_hosts_have_links_of_their_own": 0,

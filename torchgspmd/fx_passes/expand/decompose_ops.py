@@ -19,6 +19,7 @@ from ...compat.fx_nodes import add_node, copy_node, drop_unused
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError
 from ...rules import DECLINED, RENAMED, SplitRequest, decomposition_of, simplified, trace
+from ...rules.algebra_masks import choose_elements
 from ...rules.custom_ops.loops import ROW, nest_of, nest_text
 from ...rules.custom_ops.random import DRAW_SEED, DRAW_SEEDS
 from ...rules.registry import traced_orders
@@ -85,6 +86,7 @@ class _Expander:
                 node.replace_all_uses_with(
                     same, lambda user, same=same: user.op != "output" or same.op == "call_function"
                 )
+        choose_elements(self.graph)
         drop_unused(self.graph)
         return self.graph
 
