@@ -821,6 +821,12 @@ sample(
     True,
 )
 sample([aten.index_put.default], real(7, 4, 5), [ints(7, 5), ints(4, 5)], real(5, 5), True)
+sample(
+    [aten.index_put.default, aten._unsafe_index_put.default],
+    real(4, 7),
+    [lambda: torch.tensor([True, False, True, False])],
+    real(7),
+)
 sample([aten.index.Tensor, aten._unsafe_index.Tensor], real(7, 4), [ints(7, 5)])
 sample([aten.index.Tensor, aten._unsafe_index.Tensor], real(4, 7, 5), [None, ints(7, 3, 2)])
 sample([aten.index.Tensor], real(7, 4, 5), [ints(7, 6), ints(4, 6)])

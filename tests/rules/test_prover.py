@@ -174,6 +174,14 @@ DECOMPOSED = {
     aten.embedding.default: [(_FLOAT8, _ROWS)],
     aten.index_select.default: [(_FLOAT8, 1, _ROWS)],
     aten.select.int: [(_FLOAT8, 0, 1)],
+    **dict.fromkeys(
+        (aten.index_put.default, aten._unsafe_index_put.default),
+        [
+            (_r(4, 5), [_r(4) > 0], _r(5)),
+            (_r(4, 5, 2), [None, _r(5) > 0], _r(4, 1, 2)),
+            (_r(4, 5), [_r(4, 5) > 0], _r(1), True),
+        ],
+    ),
     aten.select_scatter.default: [(_r(4, 5), _r(4), 1, 2), (_r(4, 5), _r(5), -2, -1)],
     aten.cat.default: [([_r(4, 5), torch.empty(0), _r(4, 2)], 1)],
     aten.squeeze.default: [(_r(4, 1, 5),)],

@@ -13,7 +13,7 @@ after    %t = total(%x, 1x8);  %end = add(%c0, %t)
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from ..compat.fx_nodes import origin_of, reached
 from ..compat.operators import aten, draws
-from ..compat.private_apis import OpOverload
+from ..compat.private_apis import FakeTensor, OpOverload
 from ..errors import ShardingError
 from ..layout.open_sizes import factors_of
 from ..rules.custom_ops.loops import (
@@ -38,6 +38,7 @@ from ..rules.custom_ops.loops import (
     Nest,
     end_of,
     mark_of,
+    nest_of,
     nest_text,
 )
 
@@ -365,3 +366,34 @@ class _Residuals:
 
 def _loops(nest: Nest) -> tuple[int, ...]:
     return tuple(loop.number for loop in nest)
+
+
+def branch_tests(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Return the first carry of each loop that runs once or never, by the loop's text."""
+    carries = {
+        str(n.args[1]): n for n in reversed(graph.find_nodes(op="call_function", target=CARRY))
+    }
+    return {text: node for text, node in carries.items() if _is_branch(text)}
+
+
+class Branching(fx.Interpreter):
+    """Runs a flat graph; of a branch's two sides, the one that is taken gives its results.
+
+    tests: see branch_tests.
+    """
+
+    def __init__(self, module: fx.GraphModule, tests: Mapping[str, fx.Node]) -> None:
+        super().__init__(module, False)
+        self.tests = tests
+
+    def run_node(self, n: Any) -> Any:
+        if n.target is NEXT and _is_branch(n.args[3]):
+            values: dict[fx.Node, Any] = self.env
+            taken = values[self.tests[n.args[3]]]
+            if not isinstance(taken, FakeTensor) and not taken:
+                return values[n.args[2]]
+        return super().run_node(n)
+
+
+def _is_branch(text: str) -> bool:
+    return nest_of(text)[-1].ends == "?"

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, fx
 
 from ..compat.fx_nodes import fake_mode, reached
-from ..compat.private_apis import FakeTensor
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line, user_line_of
-from ..rules.custom_ops.loops import CARRY, NEXT, nest_of
 from .argument_sizes import ArgumentSizes
 from .captured import TANGENT, UNKNOWN, Captured
+from .loop_form import Branching, branch_tests
 from .state.object_trees import opened
 from .trace import capture, leaf_names
 
@@ -129,23 +128,6 @@ def cotangents_of(captured: Captured, tensors: Sequence[Tensor]) -> list[Tensor]
     ]
 
 
-class _Branching(fx.Interpreter):
-    """Runs a flat graph; of a branch's two sides, the one that is taken gives its results.
-
-    tests: each loop's first carry, by its text.
-    """
-
-    tests: dict[str, fx.Node]
-
-    def run_node(self, n: Any) -> Any:
-        if n.target is NEXT and nest_of(n.args[3])[-1].ends == "?":
-            values: dict[fx.Node, Any] = self.env
-            taken = values[self.tests[n.args[3]]]
-            if not isinstance(taken, FakeTensor) and not taken:
-                return values[n.args[2]]
-        return super().run_node(n)
-
-
 def _shapes(
     captured: Captured, tensors: Sequence[Tensor], outputs: list[int]
 ) -> Iterator[tuple[int, ...]]:
@@ -155,18 +137,13 @@ def _shapes(
     graph, new = fx.Graph(), {}
     graph.graph_copy(captured.graph, new)
     graph.output(tuple(new[result] for result in results))
-    tests = {
-        str(node.args[1]): node
-        for node in reversed(graph.find_nodes(op="call_function", target=CARRY))
-    }
-    taken = [node for text, node in tests.items() if nest_of(text)[-1].ends == "?"]
-    needed = {*reached([graph.output_node(), *taken])}
+    tests = branch_tests(graph)
+    needed = {*reached([graph.output_node(), *tests.values()])}
     for node in reversed(graph.nodes):  # impure ones too, which eliminate_dead_code keeps
         if node not in needed and node.op != "placeholder":
             graph.erase_node(node)
     unused = [None] * (len(captured.inputs) - len(tensors))  # cotangents
-    values = _Branching(fx.GraphModule(captured.constants, graph), False)
-    values.tests = tests
+    values = Branching(fx.GraphModule(captured.constants, graph), tests)
     try:
         # The graph's constants are no fake tensors.
         with fake_mode(allow_non_fake_inputs=True) as mode:

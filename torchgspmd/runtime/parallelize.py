@@ -126,12 +126,11 @@ def parallelize(
         else:
             module = ShardedModule(model, mesh, in_specs, out_specs, chosen, part=part)
     module.__dict__["_layout"] = layout
-    stored = _stored(before, module)
-    reach = Reach(model)
-    # Lists and dicts may hold parameters too.
+    carry_optimizers(before, module)
+    # Lists and dicts may hold parameters too. Last: those of optimizers have theirs by now.
+    stored, reach = _stored(before, module), Reach(model)
     for source, tensor in places_of({*map(id, stored)}, tables_of(reach), reach.modules):
         source.write(stored[tensor])
-    carry_optimizers(before, module)
     return module
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -175,6 +174,7 @@ class GuardEncoder:
     def _holds_parameters(self, guard: Guard) -> bool:
         """Return whether a guard compares all but tensors, and these are the model's parameters.
 
+        Of these it may compare the identity: the text has their names.
         The program has parameters as inputs, as those of an LSTM, which are in a list, too.
         """
         if not isinstance(guard.predicate, Contents):
@@ -185,7 +185,10 @@ class GuardEncoder:
         return (
             bool(tensors)
             and len(values) == len(predicates)
-            and all((p is ANY) == isinstance(x, Tensor) for p, x in zip(predicates, values))
+            and all(
+                (p is ANY or p is x) if isinstance(x, Tensor) else p is not ANY
+                for p, x in zip(predicates, values)
+            )
             and all(id(x) in self.parameters for x in tensors)
         )
 
@@ -301,7 +304,7 @@ class GuardDecoder:
             if form == "defaults":
                 continue
             then = (snapshot_components if form == "attributes" else snapshot)(value)
-            yield Guard(source, _without_tensors(then) if form == "parameters" else then)
+            yield Guard(source, then)
 
     def _source(self, row: list[Any]) -> Source:
         root, steps = row
@@ -324,13 +327,6 @@ class GuardDecoder:
         if root is None or root is ABSENT:
             raise Stale(f"there is no {kind} {name[0]}")
         return root
-
-
-def _without_tensors(then: object) -> object:
-    """Replace the tensors in a snapshot by ANY."""
-    if isinstance(then, Contents):
-        return replace(then, items=tuple(map(_without_tensors, then.items)))
-    return ANY if isinstance(then, Tensor) else then
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
