@@ -64,7 +64,8 @@ def nested(x, masks, weight):
     return rows
 
 
-PROGRAMS = suppressed, by_value, scaled, a_row, columns, nested
+OLD = torch.__version__ < "2.10"  # cannot trace x[:n]
+PROGRAMS = suppressed, by_value, scaled, a_row, columns, *(() if OLD else (nested,))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
