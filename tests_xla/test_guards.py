@@ -201,7 +201,7 @@ def test_operations_have_the_numbers_of_one_device(function, recwarn):
 @pytest.mark.parametrize(
     "function, name",
     [
-        (lambda x: x[x > 0].sum(), "aten::nonzero"),
+        (lambda x: x[x > 0].sort().values.sum(), "aten::nonzero"),
         (lambda x: torch.fft.fft(x).real, "aten::_fft_r2c"),
         (lambda x: x.median(1).values, "aten::median"),
     ],
