@@ -72,12 +72,23 @@ def test_nothing_is_selected(seed):
     assert not everywhere or not selections, selections
 
 
-def test_what_a_mask_does_not_select_cannot_fail():
+@pytest.mark.parametrize(
+    "divided",
+    [
+        lambda x, y: x // y,
+        lambda x, y: x % y,
+        lambda x, y: 100 % y,
+        lambda x, y: torch.fmod(x, y),
+        lambda x, y: torch.div(x, y, rounding_mode="floor"),
+        lambda x, y: x ** (y - 1),
+    ],
+)
+def test_what_a_mask_does_not_select_cannot_fail(divided):
     def program(x, y):
         mask = y != 0
         x = x.clone()
-        x[mask] = x[mask] // y[mask]
-        return x
+        x[mask] = divided(x[mask], y[mask])
+        return x, divided(x[mask], y[mask]).sum()
 
     x, y = torch.randint(9, (5, 6)), torch.randint(2, (5, 6))
     plan = gspmd.plan(program, x, y, mesh=MESH, in_specs=("a m", "a m"))
@@ -94,6 +105,32 @@ def test_another_mask_selects_other_elements():
 
     plan = gspmd.plan(program, x, y, mesh=MESH, in_specs=("a m", "a m"))
     assert_same(plan.simulate(x, y, _poison=True), program(x, y))
+
+
+SIZES = {
+    "one more": lambda s: torch.ones(s.shape[0] + 1).sum(),
+    "twice": lambda s: torch.ones(2 * s.shape[0], 3).sum(),
+    "squared": lambda s: torch.zeros(s.shape[0], s.shape[0]).add(1).sum(),
+    "pairs": lambda s: (s[:, :1] * torch.ones(s.shape[0], s.shape[0]).to(s)).sum(),
+    "outer": lambda s: (s[:, None, :1] * s[None, :, :1]).sum(),
+    "a factor": lambda s: (s * s.shape[0]).sum(),
+    "no dims": lambda s: torch.sum(s, dim=None),
+    "kept dims": lambda s: torch.sum(s, dim=(0, 1), keepdim=True),
+    "rows": lambda s: s.amax(1).sum() + s.mean(1).sum() + s.var(1).sum() + s.softmax(1)[:, 0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_computed_of_a_selection(name):
+    """A size that is computed of the selection's is another size, and no stand-in remains."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, dtype=torch.float64)
+
+    def program(x):
+        return SIZES[name](x[x[:, 0] > 0])
+
+    plan = gspmd.plan(program, x, mesh=MESH, in_specs="a m")
+    assert_same(plan.simulate(x, _poison=True), program(x))
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "smooth_l1_loss", "l1_loss"])

@@ -24,13 +24,17 @@ from ..compat.private_apis import OpOverload
 from .algebra import inserted_call
 from .ops.pointwise import named
 
-# (value, mask, dimensions behind the mask's) -> the value for all elements; None if there is none
-_Known = dict[tuple[fx.Node, fx.Node, int], fx.Node | None]
+# (value, mask, both stand-ins of the selection's size, dimensions behind the mask's) -> the value
+# for all elements; None if there is none
+_Known = dict[tuple[fx.Node, fx.Node, tuple[int, int], int], fx.Node | None]
 
 _COPIES = named("clone _to_copy")
 _FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
-# Of whole numbers they fail for zeros, which may be among the elements that are not selected.
-_DIVIDES = named("div.Tensor div.Tensor_mode floor_divide remainder.Tensor fmod.Tensor bitwise_not")
+# Of whole numbers they fail for zeros or exponents below, which no selected element may have.
+_PARTIAL = {
+    *named("div.Tensor_mode floor_divide remainder.Tensor remainder.Scalar_Tensor fmod.Tensor"),
+    *named("pow.Tensor_Tensor pow.Scalar"),
+}
 # operation -> the argument that names its dimensions: it computes each row of the others by itself
 _OF_ROWS: dict[Any, int] = {
     **dict.fromkeys(named("_log_softmax _softmax gather scatter.src scatter.value"), 1),
@@ -57,13 +61,13 @@ def choose_elements(graph: fx.Graph) -> None:
 
 
 def _written(node: fx.Node, known: _Known) -> fx.Node | None:
-    """Write what was computed of selected elements by a choice for each element."""
+    """Return a choice for each element in place of a write to selected ones."""
     x, indices, values, *rest = node.args
-    mask = _mask_of(indices)
-    if mask is None or _is_dynamic(x) or not _is_dynamic(values):
+    mask, index = _mask_of(indices), _selection_before(values)
+    if mask is None or index is None or _is_dynamic(x) or not _alike(_mask_of(index.args[1]), mask):
         return None
     trailing = x.meta["val"].dim() - mask.meta["val"].dim()
-    dense = _Dense(node, mask, trailing, known).of(values)
+    dense = _Dense(node, index, trailing, known).of(values)
     if dense is None or dense.meta["val"].dtype != x.meta["val"].dtype:
         return None
     shape = x.meta["val"].shape
@@ -73,16 +77,17 @@ def _written(node: fx.Node, known: _Known) -> fx.Node | None:
 
 
 def _summed(node: fx.Node, known: _Known) -> fx.Node | None:
-    """Sum selected elements as all elements, with zeros for those that are not selected."""
+    """Return the sum of all elements, with zeros for those that are not selected."""
     values = node.args[0]
     index = _selection_before(values)
-    if index is None or _is_dynamic(node):
+    if index is None or _is_dynamic(node) or node.kwargs.keys() - {"dtype"}:
         return None
     mask = _mask_of(index.args[1])
     assert mask is not None
     rank, lead = values.meta["val"].dim(), mask.meta["val"].dim()
-    dims = [d % rank for d in (node.args[1] if len(node.args) > 1 else ())] or [*range(rank)]
-    dense = _Dense(node, mask, rank - 1, known).of(values) if 0 in dims else None
+    given = node.args[1] if len(node.args) > 1 else None
+    dims = [d % rank for d in given or range(rank)]
+    dense = _Dense(node, index, rank - 1, known).of(values) if 0 in dims else None
     if dense is None:
         return None
     val = dense.meta["val"]
@@ -100,11 +105,10 @@ def _summed(node: fx.Node, known: _Known) -> fx.Node | None:
 
 
 def _size(node: fx.Node, known: _Known) -> fx.Node | None:
-    """Read the size of the selection itself, not of what is computed of it."""
+    """Return the size of the selection from which a value is computed, if that has as many rows."""
     x, dim = node.args
     index = _selection_before(x) if dim == 0 and x.target is not aten.index.Tensor else None
-    # Two sizes of a run never have the same pair of stand-ins.
-    if index is None or any(x.meta[k].shape[0] != index.meta[k].shape[0] for k in ("val", "other")):
+    if index is None or _rows(x) != _rows(index):
         return None
     with node.graph.inserting_after(index):
         size = node.graph.call_function(aten.sym_size.int, (index, 0))
@@ -132,15 +136,17 @@ def _count_only(index: fx.Node) -> None:
 class _Dense:
     """Computes values for all elements in place of those that a mask selects.
 
-    node: where calls are inserted. trailing: the dimensions behind the mask's.
+    node: where calls are inserted. index: the selection. trailing: how many dimensions the values
+    have behind the mask's.
     """
 
-    def __init__(self, node: fx.Node, mask: fx.Node, trailing: int, known: _Known) -> None:
-        self.node, self.mask, self.trailing, self.known = node, mask, trailing, known
+    def __init__(self, node: fx.Node, index: fx.Node, trailing: int, known: _Known) -> None:
+        self.node, self.index, self.trailing, self.known = node, index, trailing, known
+        self.mask, self.count = index.args[1][0], _rows(index)
 
     def of(self, x: fx.Node, depth: int = 0) -> fx.Node | None:
         """Return a node whose value broadcasts to [*mask, *trailing]; None if there is none."""
-        key = x, self.mask, self.trailing
+        key = x, self.mask, self.count, self.trailing
         if key not in self.known:
             self.known[key] = self._of(x, depth) if depth < _DEPTH else None
         return self.known[key]
@@ -150,11 +156,11 @@ class _Dense:
         if not isinstance(val, torch.Tensor):
             return None
         if not _is_dynamic(x):
-            fits = (
-                val.dim() <= self.trailing or val.dim() == self.trailing + 1 and val.shape[0] == 1
-            )
-            return x if fits else None
-        if val.dim() != self.trailing + 1:
+            more = val.dim() - self.trailing
+            return x if more <= 0 or more == 1 and val.shape[0] == 1 else None
+        # As many rows as are selected, and no other size that only a run knows.
+        known_sizes = val.shape[1:] == x.meta["other"].shape[1:]
+        if val.dim() != self.trailing + 1 or not known_sizes or _rows(x) != self.count:
             return None
         target = x.target
         if target is aten.index.Tensor:
@@ -186,9 +192,8 @@ class _Dense:
             trailing = val.dim() - 1
             if not _is_dynamic(n) or trailing < 0:
                 return None
-            if (
-                dense := _Dense(self.node, self.mask, trailing, self.known).of(n, depth + 1)
-            ) is None:
+            dense = _Dense(self.node, self.index, trailing, self.known).of(n, depth + 1)
+            if dense is None:
                 return None
             full = [*shape, *val.shape[1:]]
             if x.target in _PLACED and n is x.args[2]:  # others may be out of range
@@ -207,8 +212,9 @@ class _Dense:
         """Return a pointwise call for all elements."""
         target, val = x.target, x.meta["val"]
         pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
-        divides = target in _DIVIDES and not val.is_floating_point() and not val.is_complex()
-        if not (pointwise or target in _COPIES) or draws(target) or divides:
+        if not (pointwise or target in _COPIES) or draws(target):
+            return None
+        if target in _PARTIAL and not val.is_floating_point() and not val.is_complex():
             return None
         operands = {n: self.of(n, depth + 1) for n in x.all_input_nodes if "val" in n.meta}
         numbers = {n for n in operands if not isinstance(n.meta["val"], torch.Tensor)}
@@ -269,6 +275,11 @@ def _call(
     for key in ("other", "dynamic"):
         call.meta.pop(key, None)
     return call
+
+
+def _rows(x: fx.Node) -> tuple[int, int]:
+    """Return both stand-ins of a value's rows: two sizes of a run never have the same pair."""
+    return x.meta["val"].shape[0], x.meta.get("other", x.meta["val"]).shape[0]
 
 
 def _is_dynamic(x: Any) -> bool:

@@ -278,7 +278,6 @@ def _masked_write(
         shape = [*values.shape[:place], *[1] * mask.dim(), *values.shape[place + 1 :]]
         values = values.reshape(shape)
     chosen = mask.bool().reshape([*mask.shape, *[1] * rest])
-    values = values.to(x.dtype)
     return torch.where(chosen, x + values if accumulate else values, x)
 
 
