@@ -224,6 +224,7 @@ class Arguments:
             r".*features?_mask|feature_attention_mask": lambda: [torch.ones(BATCH, 64).long()],
             r".*attention_mask|padding_mask": lambda: [torch.ones(BATCH, LENGTH).long()],
             r"position_ids": lambda: [torch.arange(LENGTH).expand(BATCH, -1)],
+            r"token_type_ids": lambda: [(torch.arange(LENGTH) // 4 % 2).expand(BATCH, -1)],
             r"input_points": lambda: [torch.rand(BATCH, 1, 2, 2)],
             r"audio_codes|codes": lambda: [
                 torch.randint(
@@ -285,6 +286,8 @@ def transformers_inputs(model: nn.Module, arguments: Arguments) -> Iterator[dict
         for n, p in names.items()
         if p.default is inspect.Parameter.empty and p.kind is p.POSITIONAL_OR_KEYWORD
     }
+    if "pixel_values" in names:
+        needed |= names.keys() & {"token_type_ids"}  # a processor of pictures and text makes them
     made = {n: values for n in names if (values := arguments.named(n))}
     for name in needed - made.keys():
         if values := arguments.likely(name):
