@@ -307,6 +307,21 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x.view(-1, D)))).view(x.shape)
 
 
+@pytest.mark.parametrize("indices", [(5,), (2, 3)], ids=str)
+@pytest.mark.parametrize("spec", ["_ _", "model _", "_ model"])
+def test_rows_of_a_table_are_split_into_heads(spec, indices):
+    # torch's own shape function asserts that the table has two dimensions.
+    mesh = Mesh(model=2, n=2)
+
+    def rows(table, index):
+        heads = F.embedding(index, table).unflatten(-1, (3, 4)) * 1
+        return gspmd.mark_sharding(heads, mesh, (None,) * (heads.dim() - 1) + ("model",)).sin()
+
+    table, index = torch.randn(10, 12), torch.arange(math.prod(indices)).view(indices)
+    plan = gspmd.plan(rows, table, index, mesh=mesh, in_specs=(spec, "_ " * index.dim()))
+    assert_same(plan.simulate(table, index), rows(table, index))
+
+
 def test_in_the_blocks_of_a_stack():
     torch.manual_seed(0)
     mesh, (x,) = Mesh(data=2, seq=2), arguments("mlp", (4, 8))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compat.operators import draws
+from ..compat.operators import OPERATOR_ERRORS, draws
 from ..compat.private_apis import FunctionalTensor, OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
@@ -239,7 +239,7 @@ def refused_operation(graph: fx.Graph) -> ShardingError | None:
             continue
         try:
             _run_on_ones(func, leaves, tree)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except OPERATOR_ERRORS as error:
             text = str(error).partition("\n")[0]
             return ShardingError(
                 f"PyTorch refuses {func.name().removeprefix('aten::')}: {text}",

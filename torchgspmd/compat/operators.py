@@ -14,6 +14,11 @@ import torch
 
 from ..errors import ShardingError
 
+# An operator raises one of these for operands that it does not take. torch 2.13 asserts, too.
+OPERATOR_ERRORS = (
+    NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError,
+)  # fmt: skip
+
 ABSENT: dict[str, AbsentOperator] = {}  # operators looked up in vain, by name
 
 

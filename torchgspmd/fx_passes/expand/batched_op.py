@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import copy_node, inline, origin_of
-from ...compat.operators import draws
+from ...compat.operators import OPERATOR_ERRORS, draws
 from ...compat.private_apis import _pytree as pytree
 from ...layout.mark import mark_sharding_op
 from ...rules import DECLINED, trace
@@ -74,7 +74,7 @@ def _vmapped(
             tuple(v.meta["val"] for v in inputs),
             {},
         )
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+    except OPERATOR_ERRORS:
         return None
     if inner is DECLINED or any(_writes(n) or _has_number(n) for n in inner.nodes):
         return None

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import add_node, copy_node, drop_unused
+from ...compat.operators import OPERATOR_ERRORS
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError
 from ...rules import DECLINED, RENAMED, SplitRequest, decomposition_of, simplified, trace
@@ -163,7 +164,7 @@ def _traced(node: fx.Node, function: Callable, name: str) -> fx.Graph | None:
         inner = trace(function, args, kwargs)
     except ShardingError:
         raise
-    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
+    except OPERATOR_ERRORS:
         # PyTorch's own have many ways to decline. torch 2.9 raises IndexError for errors without
         # a text.
         return None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import add_node, copy_node, drop_unused, origin_of
-from ...compat.operators import aten
+from ...compat.operators import OPERATOR_ERRORS, aten
 from ...compat.private_apis import OpOverload
 from ...compat.private_apis import _pytree as pytree
 from ...fx_passes.ir import ops_around
@@ -326,7 +326,7 @@ class _Keeper:
             # Calls on fake tensors log what they raise; constants on a device take its memory.
             results = _tensors_in(call.target.target(*args, **kwargs))
             own = rule_of(replace(call, target=call.target.target))
-        except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+        except OPERATOR_ERRORS:
             return False
         same = [t.shape for t in results] == [t.shape for t in call.results]
         return same and own.local.arguments is None and own.is_like(rule_of(call))

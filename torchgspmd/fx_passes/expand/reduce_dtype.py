@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from ...capture import GRADIENT, PARAMETER
 from ...compat.fx_nodes import origin_of
-from ...compat.operators import aten
+from ...compat.operators import OPERATOR_ERRORS, aten
 from ...compat.private_apis import OpOverload
 from ...rules.ops.pointwise import is_float_cast
 from ..ir import Op, Rules, operands_of
@@ -126,7 +126,7 @@ def _summed_operands(op: Op, dtype: torch.dtype) -> frozenset[int]:
     # Tried, not derived: torch alone knows which dtypes an operation mixes.
     try:
         result = _computed_with(op.node, {op.operands[i] for i in summed}, dtype)
-    except (RuntimeError, TypeError, NotImplementedError, ValueError):
+    except OPERATOR_ERRORS:
         return frozenset()  # it takes tensors of equal dtypes only
     return summed if result.dtype == dtype else frozenset()
 

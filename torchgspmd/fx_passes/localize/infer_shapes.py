@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ...comm.local_ops import in_order
-from ...compat.operators import aten
+from ...compat.operators import OPERATOR_ERRORS, aten
 from ...rules.registry import Orders, declares_order, is_packed, map_ordered
 
 # Bring operands into the order in memory that they had in the trace.
@@ -160,7 +160,7 @@ def _run(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return a call's result; None where tensor values decide it."""
     try:
         return target(*args, **kwargs)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+    except OPERATOR_ERRORS:
         return None
 
 
