@@ -133,19 +133,55 @@ def test_sizes_computed_of_a_selection(name):
     assert_same(plan.simulate(x, _poison=True), program(x))
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "smooth_l1_loss", "l1_loss"])
-def test_a_loss_of_selected_tokens_gathers_nothing(name):
-    torch.manual_seed(0)
-    x = torch.randn(8, 6, 16, dtype=torch.float64, requires_grad=True)
-    classes = torch.randint(-4, 16, (8, 6))
+def smoothed(logits, target, **given):
+    return F.cross_entropy(logits, target, label_smoothing=0.1, **given)
 
-    def loss(x, classes):
+
+def cosine(x, target, **given):
+    mean = {"mean": torch.mean, "sum": torch.sum}[given["reduction"]]
+    return 1 - mean(F.cosine_similarity(x, target, -1))
+
+
+def entropy(x, target, **given):
+    return F.binary_cross_entropy(x.sigmoid(), target.sigmoid(), **given)
+
+
+BY_CLASS = [F.cross_entropy, smoothed, F.nll_loss]
+LOSSES = [
+    *BY_CLASS,
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.soft_margin_loss),
+    *(F.poisson_nll_loss, F.hinge_embedding_loss, F.binary_cross_entropy_with_logits),
+    *(entropy, cosine),
+]
+
+
+@pytest.mark.parametrize("selected", ["some", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_a_loss_of_selected_tokens_gathers_nothing(loss, reduction, selected):
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, 12, dtype=torch.float64, requires_grad=True)
+    classes = torch.randint(-4, 12, (8, 6)) if selected == "some" else torch.full((8, 6), -1)
+
+    def step(x, classes):
         mask = classes >= 0
-        wanted = classes[mask] if name == "cross_entropy" else x.detach().sin()[mask]
-        value = getattr(F, name)(x[mask], wanted, reduction="sum") / mask.sum()
+        wanted = classes[mask] if loss in BY_CLASS else x.detach().sin()[mask]
+        value = loss(x[mask], wanted, reduction=reduction)
         return value, torch.autograd.grad(value, x)[0]
 
-    plan = gspmd.plan(loss, x, classes, mesh=MESH, in_specs=("a m _", "a m"))
-    assert_same(plan.simulate(x, classes, _poison=True), loss(x, classes))
-    # Two numbers, where the logits are 6 KiB. torch 2.9 records other operations.
+    plan = gspmd.plan(step, x, classes, mesh=MESH, in_specs=("a m _", "a m"))
+    assert_same(plan.simulate(x, classes, _poison=True), step(x, classes))
+    # A few numbers, where the logits are 4.5 KiB. torch 2.9 records other operations.
     assert plan.sent_bytes < 100 or torch.__version__ < "2.10"
+
+
+def test_a_check_of_the_count_stays():
+    def total(x):
+        chosen = x[x[:, 0] > 0]
+        return chosen.square().sum(0) if chosen.shape[0] > 0 else x.new_ones(4)
+
+    x = torch.randn(8, 4)
+    plan = gspmd.plan(total, x, mesh=MESH, in_specs=("a m",))
+    assert_same(plan.simulate(x, _poison=True), total(x))
+    with pytest.raises(gspmd.ShardingError, match="is 0, and the program was made for 1 and more"):
+        plan.simulate(-x.abs())

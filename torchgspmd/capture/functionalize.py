@@ -83,8 +83,16 @@ class Functional(FunctionalTensorMode):
         if empty is not None:
             return self._of_nothing(empty)
         drawn = one_draw() if draws(func) else nullcontext()
-        with _interpolation_in_one_piece(func), drawn:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            with _interpolation_in_one_piece(func), drawn:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError:
+            # torch runs an update in place on meta tensors first, where some cannot have sizes
+            # that only a run knows, such as clamp_.
+            if (value := self._out_of_place(func, args, kwargs or {})) is None:
+                raise
+            with self:
+                return args[0].copy_(value)
         if func.namespace == "aten" and not (func.is_view or func._schema.is_mutable):
             if func not in _KEPT and are_without_elements(result):
                 return self._of_nothing(result)
@@ -166,6 +174,21 @@ class Functional(FunctionalTensorMode):
             args, kwargs = pytree.tree_map_only(Tensor, lambda t: constants[id(t)], (args, kwargs))
             results = func(*args, **kwargs)
         return self._constants(results)
+
+    def _out_of_place(self, func: OpOverload, args: tuple, kwargs: dict) -> Tensor | None:
+        """Return a value that an operation writes into its first operand, if only a run knows
+        its sizes; else None."""
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if not (func._schema.is_mutable and name.endswith("_") and isinstance(args[0], Tensor)):
+            return None
+        if all(isinstance(n, int) for n in args[0].shape):
+            return None
+        new = getattr(getattr(torch.ops.aten, name[:-1], None), func._overloadname, None)
+        with self:
+            value = new(*args, **kwargs) if new else None
+        if value is not None and not torch.can_cast(value.dtype, args[0].dtype):
+            raise RuntimeError(f"{name}: {value.dtype} cannot be written into {args[0].dtype}")
+        return value
 
     def _list(self, source: Source) -> None:
         """Raise Retrace: a state tensor that is changed in place has to be an input."""

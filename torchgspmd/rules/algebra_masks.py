@@ -11,6 +11,7 @@ element is sharded as its operands are.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +29,7 @@ from .ops.pointwise import named
 # for all elements; None if there is none
 _Known = dict[tuple[fx.Node, fx.Node, tuple[int, int], int], fx.Node | None]
 
+_SEVERAL = named("log_sigmoid_forward")  # pointwise, with several results
 _COPIES = named("clone _to_copy")
 _FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
 # Of whole numbers they fail for zeros or exponents below, which no selected element may have.
@@ -56,8 +58,9 @@ def choose_elements(graph: fx.Graph) -> None:
                 same.meta.setdefault("captured", node.meta["captured"])
             node.replace_all_uses_with(same)
     drop_unused(graph)
+    counts = dict[fx.Node, fx.Node]()
     for index in graph.find_nodes(op="call_function", target=aten.index.Tensor):
-        _count_only(index)
+        _count_only(index, counts)
 
 
 def _written(node: fx.Node, known: _Known) -> fx.Node | None:
@@ -123,14 +126,18 @@ _ENDS: dict[Any, Callable[[fx.Node, _Known], fx.Node | None]] = {
 }
 
 
-def _count_only(index: fx.Node) -> None:
-    """Count the elements that a mask selects, if nothing but their number is read."""
+def _count_only(index: fx.Node, counts: dict[fx.Node, fx.Node]) -> None:
+    """Count the elements that a mask selects, if nothing but their number is read.
+
+    counts: by masks, those that the graph has.
+    """
     mask, users = _mask_of(index.args[1]), [*index.users]
     if mask is None or any(u.target is not aten.sym_size.int or u.args[1] != 0 for u in users):
         return
-    total = _call(index, aten.sum.default, (mask,), [], torch.int64)
+    if mask not in counts:
+        counts[mask] = _call(index, aten.sum.default, (mask,), [], torch.int64)
     for user in users:
-        user.target, user.args = aten._local_scalar_dense.default, (total,)
+        user.target, user.args = aten._local_scalar_dense.default, (counts[mask],)
 
 
 class _Dense:
@@ -168,7 +175,11 @@ class _Dense:
             same = mask is not None and _alike(mask, self.mask)
             return source if same and not _is_dynamic(source) else None
         if target is aten.expand.default:
-            return self.of(x.args[0], depth + 1) if not _is_dynamic(x.args[0]) else None
+            # A size that a check has passed keeps its check: a run with others raises.
+            sizes = {n.target for n in x.all_input_nodes[1:]}
+            return self.of(x.args[0], depth + 1) if sizes <= {aten.sym_size.int} else None
+        if target is operator.getitem:
+            return self._element(x, depth) if x.args[0].target in _SEVERAL else None
         if target in _FILLED or target is aten.full.default:
             number = x.args[1] if target is aten.full.default else _FILLED[target]
             if isinstance(number, fx.Node):
@@ -208,11 +219,25 @@ class _Dense:
         val = x.meta["val"]
         return _call(self.node, x.target, args, [*shape, *val.shape[1:]], val.dtype, kwargs)
 
+    def _element(self, x: fx.Node, depth: int) -> fx.Node | None:
+        """Return one of the results of a pointwise call for all elements."""
+        several = self._computed(x.args[0], depth)
+        if several is None:
+            return None
+        like = several.meta["val"]
+        several.meta["val"] = tuple(
+            like.new_empty(like.shape, dtype=v.dtype) for v in x.args[0].meta["val"]
+        )
+        return _call(
+            self.node, operator.getitem, (several, x.args[1]), like.shape, x.meta["val"].dtype
+        )
+
     def _computed(self, x: fx.Node, depth: int) -> fx.Node | None:
         """Return a pointwise call for all elements."""
         target, val = x.target, x.meta["val"]
+        val = val[0] if target in _SEVERAL else val
         pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
-        if not (pointwise or target in _COPIES) or draws(target):
+        if not (pointwise or target in _COPIES or target in _SEVERAL) or draws(target):
             return None
         if target in _PARTIAL and not val.is_floating_point() and not val.is_complex():
             return None

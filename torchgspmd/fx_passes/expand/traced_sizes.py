@@ -4,15 +4,18 @@
     div(sum(%x, [0]), 1616)     for another size
     div(sum(%x, [0]), %n)       for all: %n = sym_size(%x, 0)
     div(sum(%x), %m)            the mean of all elements: %m = mul(%n, 8)
+    div(mul(%g, 0.25), %n)      mul(%g, 2 / 3968) and mul(%g, 2 / 12928)
 
 Both graphs decompose one operation, for two sizes. Numbers in which they differ are operand sizes,
-numbers among its arguments, or products of these; otherwise the operation stays as it is.
+numbers among its arguments, products of these, or factors with such a size below; otherwise the
+operation stays as it is.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,10 +77,15 @@ def with_sizes(inner: fx.Graph, other: fx.Graph, node: fx.Node) -> fx.Graph | No
     try:
         for one, two in pairs:
             if one.op in ("call_function", "output"):
+                size = _size_below(one, two, [*sizes])
                 one.args = merged(one.args, two.args, one)
                 one.kwargs = {k: merged(v, two.kwargs[k], one) for k, v in one.kwargs.items()}
                 if is_dynamic(one):
                     one.meta["dynamic"] = True
+                if size is not None:
+                    if size not in ready:
+                        ready[size] = _size_node(inner, sizes[size], *size)
+                    twin[_divided(one, ready[size])] = two
     except (_DifferError, KeyError):
         return None
     # A number that is used nowhere has decided on something: 10 and 16 are both 4 modulo 6.
@@ -123,6 +131,32 @@ def _factors(one: int, two: int, sizes: Sequence[_Size]) -> list[_Size] | None:
             if rest is not None:
                 return [size, *rest]
     return None
+
+
+def _size_below(one: fx.Node, two: fx.Node, sizes: Sequence[_Size]) -> _Size | None:
+    """Return the size by which a constant factor was divided, and multiply the factor by it.
+
+    A division by no rows is then one of tensors, as in the operation; Python's would raise.
+    """
+    if one.target is not aten.mul.Tensor:
+        return None
+    a, b = (node.args[1] for node in (one, two))
+    if type(a) is not float or type(b) is not float or a == b:
+        return None
+    for s, t in sizes:
+        if s != t and math.isclose(a * s, b * t, rel_tol=4 * sys.float_info.epsilon):
+            one.args, two.args = (one.args[0], a * s), (two.args[0], a * s)
+            return s, t
+    return None
+
+
+def _divided(x: fx.Node, size: fx.Node) -> fx.Node:
+    """Insert a division by a size behind an operation, for all that read its result."""
+    with x.graph.inserting_after(x):
+        quotient = x.graph.call_function(aten.div.Tensor, (x, size))
+    x.replace_all_uses_with(quotient, lambda user: user is not quotient)
+    quotient.meta = dict(x.meta)
+    return quotient
 
 
 def _times(inner: fx.Graph, before: fx.Node, a: fx.Node | None, b: fx.Node | int) -> Any:
