@@ -144,7 +144,8 @@ class _Capture:
         """Trace until a trace has found out nothing that would make it another one."""
         check_arguments(self.names, self.leaves)
         state, reasons = self.state, list[str]()
-        flags, asked = (state.is_looking, state.is_counting, state.is_eager), {*state.asked}
+        flags, asked = (state.is_looking, state.is_counting, state.is_settled), {*state.asked}
+        state.is_eager = True
         # transformers' first forward registers the hooks that collect hidden states.
         hooks = HookTables(self.fn.modules() if self.is_module else ())
         try:
@@ -168,7 +169,7 @@ class _Capture:
                     reasons.append(str(retrace))
         except Exception:
             # The error is the program's own: the next call begins with the knowledge before it.
-            (state.is_looking, state.is_counting, state.is_eager), state.asked = flags, asked
+            (state.is_looking, state.is_counting, state.is_settled), state.asked = flags, asked
             raise
         raise ShardingError.here(
             f"the program has been traced {MOST_RETRACES} times, and each time it was another one",
@@ -194,6 +195,8 @@ class _Capture:
             yield
         except Exception as raised:
             error, text = raised, f"{type(raised).__name__}: {raised}".partition("\n")[0]
+            if state.may_compile:
+                raise Retrace(f"no compiler runs in a trace ({text})", state.be_compiled) from error
             # Python's int() and max() take no symbols; the next trace replaces them in that module.
             space = error.namespace if isinstance(error, ShardingError) else None
             if any(space is known for known in state.namespaces):

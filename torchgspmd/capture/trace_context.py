@@ -270,6 +270,17 @@ class capturing:
 
 
 @contextmanager
+def compiling() -> Iterator[None]:
+    """Let code hear that a compiler runs, if it is traced: optimizers read no values then."""
+    before = torch.compiler.is_compiling()
+    torch.compiler._is_compiling_flag = before or is_capturing()
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
 def at_once() -> Iterator[None]:
     """Compute eagerly: results computed from tensors with values are no part of the program."""
     with _disable_current_modes(), DisableTorchFunction():

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..capture.rewrites.microbatches import Microbatches, check_count
 from ..capture.state.dependencies import with_tensors
+from ..capture.trace_context import compiling
 from ..errors import ShardingError
 from ..layout.mark import follow_mark
 from .own_counts import load_counts, save_counts
@@ -156,6 +157,7 @@ class TrainStep(nn.Module):
             return of_batch
         return Microbatches(of_batch, self.microbatches, self.model)
 
+    @compiling()
     def _update(self, gradients: Mapping[str, Tensor | None]) -> None:
         # One norm over all groups, as clip_grad_norm_ on model.parameters().
         scale = _clip_scale([g for g in gradients.values() if g is not None], self.clip)

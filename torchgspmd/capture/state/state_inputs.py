@@ -167,7 +167,9 @@ class State:
         self.is_counting = True  # whether a trace may use symbolic numbers
         # The first line that asks for an order in memory: inputs then have the caller's.
         self.asks_order = ""
-        self.is_eager = False  # whether traces say that no compiler runs
+        # Traces say that no compiler runs, as in eager mode; if the program asks for values there,
+        # as masks of transformers do, that one does. An error there settles that none runs.
+        self.is_eager, self.is_settled = True, False
         self.kept_sites: set[str] = set()  # lines that rewrites leave alone (trace_context.py)
         # modules in which int() and the like take numbers that only a run knows
         # (builtin_numbers.py)
@@ -191,7 +193,7 @@ class State:
         facts += [f"it asks for an order in memory at {self.asks_order}"] if self.asks_order else []
         facts += ["it takes numbers of Python"] if not self.is_counting or self.namespaces else []
         facts += ["it branches on values"] if self.branches.lines else []
-        facts += ["its code for compilers fails"] if self.is_eager else []
+        facts += ["its code for compilers fails"] if self.is_settled else []
         facts += [f"iteration {i} at {line} fails" for line, i in sorted(self.missing.errors)]
         return ", ".join(facts)
 
@@ -218,9 +220,18 @@ class State:
         reason = f"iteration {key[1]} at {key[0]} raises {type(error).__name__}"
         raise Retrace(reason, partial(self.missing.errors.update, {key: kept})) from None
 
+    @property
+    def may_compile(self) -> bool:
+        """Whether a trace may yet say that a compiler runs."""
+        return self.is_eager and not self.is_settled
+
+    def be_compiled(self) -> None:
+        """Make torch.compiler.is_compiling() True in traces."""
+        self.is_eager = False
+
     def be_eager(self) -> None:
-        """Make torch.compiler.is_compiling() False in traces."""
-        self.is_eager = True
+        """Make torch.compiler.is_compiling() False in traces for good."""
+        self.is_eager = self.is_settled = True
 
     def vary(self, source: Source, value: object) -> None:
         """Record that a number or tensor differs from its guard. value: the current one."""

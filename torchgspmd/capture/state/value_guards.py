@@ -136,6 +136,9 @@ class ValueGuards:
         indices = [order[placeholder] for placeholder in inputs]
         if any(i not in self.inputs or _local_values(self.tensors[i]) is None for i in indices):
             return None
+        if inputs and not is_shape and self.state.may_compile:
+            # Code for compilers may not ask: no guard, and one program for all values.
+            raise Retrace(f"the program asks for a value at {where}", self.state.be_compiled)
         read = [self.inputs[i] for i in indices]
         names = {each.name for each in read if isinstance(each, WholeNumbers)}
         if names - self.state.asked:
