@@ -178,12 +178,12 @@ class Functional(FunctionalTensorMode):
     def _out_of_place(self, func: OpOverload, args: tuple, kwargs: dict) -> Tensor | None:
         """Return a value that an operation writes into its first operand, if only a run knows
         its sizes; else None."""
-        name = func.name().removeprefix("aten::").partition(".")[0]
+        name, _, overload = func.name().removeprefix("aten::").partition(".")
         if not (func._schema.is_mutable and name.endswith("_") and isinstance(args[0], Tensor)):
             return None
         if all(isinstance(n, int) for n in args[0].shape):
             return None
-        new = getattr(getattr(torch.ops.aten, name[:-1], None), func._overloadname, None)
+        new = getattr(getattr(torch.ops.aten, name[:-1], None), overload or "default", None)
         with self:
             value = new(*args, **kwargs) if new else None
         if value is not None and not torch.can_cast(value.dtype, args[0].dtype):

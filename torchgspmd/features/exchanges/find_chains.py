@@ -210,8 +210,11 @@ def _rule(node: fx.Node) -> FactorRule | None:
     if not operands or any(x.meta.get("unknown") for x in operands):
         return None
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), meta_example)
-    tensors, result = tuple(map(_tensor, operands)), _tensor(node)
-    call = Call(node.target, args, kwargs, tensors, (result,))
+    values = [meta_example(x) for x in (*operands, node)]
+    if not all(isinstance(value, Tensor) for value in values):  # such as the list of a split
+        return None
+    *tensors, result = cast(list[Tensor], values)
+    call = Call(node.target, args, kwargs, tuple(tensors), (result,))
     rule = rule_of(call)
     return rule if rule.described and len(rule.results) == 1 else None
 

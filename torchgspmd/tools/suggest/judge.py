@@ -334,7 +334,7 @@ class Judge:
         for inp, spec in zip(marked, result.input_layouts):
             if inp.name in groups:
                 group, priorities = groups[inp.name], inp.mark.priorities if inp.mark else ()
-                spec = spec.with_priorities(priorities)
+                spec = spec.plain().with_priorities(priorities)  # a plan chooses parts and windows
                 is_stacked = len(inp.shape) > len(group.shape)
                 stored[group.pattern].add(without_stage(spec) if is_stacked else spec)
         self.stored[key] = {**stored, **outputs}  # the larger program's, which comes last
