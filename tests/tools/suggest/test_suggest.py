@@ -569,3 +569,17 @@ def test_marks_of_fused_weights_can_be_written():
         plan = gspmd.plan(model, batch, mesh=mesh, in_specs="data _ _", out_specs="same", grad=True)
         # Biases in shards are gathered in other orders.
         assert numbers.sent_bytes == pytest.approx(plan.sent_bytes, rel=0.05 * marks.zero + 1e-6)
+
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.down(self.up(x[x[:, 0] > 0]).relu())
+
+
+def test_outputs_of_as_many_rows_as_values_say():
+    found = gspmd.suggest(nn.Sequential(Chosen()), torch.randn(8, 16), devices=2, seconds=1)
+    assert found and found[0].marks is not None
