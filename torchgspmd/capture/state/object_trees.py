@@ -11,6 +11,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
@@ -18,7 +19,8 @@ from ...compat.private_apis import is_missing
 from ..rewrites.sparse_coo import Entries, is_sparse
 from .source import Attribute, Source, Step, components, set_component, slots_of
 
-_NO_OBJECTS = (Tensor, type, Enum, ModuleType)
+# A symbolic number holds the trace's shapes: a large tree without tensors of the program.
+_NO_OBJECTS = (Tensor, type, Enum, ModuleType, torch.SymInt, torch.SymFloat, torch.SymBool)
 _COLLECTIONS = (dict, list, tuple)
 _KNOWN_PACKAGES = "builtins", "collections", "torch", __name__.partition(".")[0]
 OF_PYTHON = 1 << 9  # flag on classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
@@ -167,7 +169,7 @@ def _close_leaf(leaf: object, arguments: object) -> object:
 def is_object(leaf: object) -> bool:
     """Return whether a pytree leaf may hold tensors.
 
-    It is no tensor, class, function or module.
+    It is no tensor, class, function, module or symbolic number.
     """
     return (
         not isinstance(leaf, _NO_OBJECTS)
