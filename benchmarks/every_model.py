@@ -158,8 +158,10 @@ def rounding(model: nn.Module, kwargs: dict, want: tuple[list, list]) -> float:
         pairs = [(g, w) for g, w in zip(got, known) if w is not None and w.is_floating_point()]
         if any(g is not None and g.shape != w.shape for g, w in pairs):
             raise RuntimeError("random: rounding decides on the sizes of results")
-        scale = max((float(w.abs().max()) for _, w in pairs if w.numel()), default=1.0)
-        changes = (float((g - w).abs().max()) for g, w in pairs if g.numel())
+        finite = [w[w.isfinite()].abs() for _, w in pairs]
+        scale = max((float(w.max()) for w in finite if w.numel()), default=1.0)
+        # inf - inf is no change
+        changes = (float((g - w).nan_to_num(0, 0, 0).abs().max()) for g, w in pairs if g.numel())
         moved = max(moved, max(changes, default=0.0) / max(scale, 1e-30))
     return moved
 
