@@ -271,7 +271,7 @@ class capturing:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Let code hear that a compiler runs, if it is traced: optimizers read no values then."""
+    """Tell code in a trace that a compiler runs, for which optimizers read no values."""
     before = torch.compiler.is_compiling()
     torch.compiler._is_compiling_flag = before or is_capturing()
     try:

@@ -583,3 +583,18 @@ class Chosen(nn.Module):
 def test_outputs_of_as_many_rows_as_values_say():
     found = gspmd.suggest(nn.Sequential(Chosen()), torch.randn(8, 16), devices=2, seconds=1)
     assert found and found[0].marks is not None
+
+
+class Counting(Deep):
+    def forward(self, x):
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]).relu())
+        if len(states) != 7:
+            raise ValueError(f"{len(states)} states")
+        return sum(s.sum() for s in states)
+
+
+def test_a_model_that_counts_its_layers():
+    found = gspmd.suggest(Counting(), torch.zeros(8, 16), devices=2, seconds=1)
+    assert found
