@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,50 @@ def test_numbers_and_bytes_are_those_without_parts(name: str) -> None:
     (gradients["x"],) = torch.autograd.grad(model(x).sum(), x)
     assert_same(plan.simulate(x, _poison=True), (result, gradients), terms=1000)
     plan.verify()
+
+
+class Drawn(nn.Module):
+    """x [b, s, h, d] -> the same, sharded along s and h in turn; all sizes but b are equal.
+
+    A backward's product may read a value along another dimension than the forward cut it.
+    """
+
+    KINDS = ("attend", "swap", "mix", "weigh", "compare")
+
+    def __init__(self, mesh: Mesh, kinds: list[str]):
+        super().__init__()
+        self.mesh, self.kinds = mesh, kinds
+        self.w = nn.ParameterList(torch.randn(8, 8, dtype=torch.float64) / 3 for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, kind in enumerate(self.kinds):
+            w = self.w[i % 3]
+            h = gspmd.mark_sharding(x, self.mesh, ["_ _ seq _", "_ seq _ _"][i % 2])
+            if kind == "attend":
+                scores = torch.einsum("bshd,bthd->bhst", h @ w, h).softmax(-1)
+                x = torch.einsum("bhst,bthd->bshd", scores, h)
+            elif kind == "swap":
+                x = (h @ w).transpose(1, 2).sin()
+            elif kind == "mix":
+                x = torch.einsum("bshd,hk->bskd", h, w).tanh()
+            elif kind == "weigh":
+                x = (h.transpose(1, 2) @ w).softmax(-1).transpose(1, 2) * h
+            else:
+                x = torch.einsum("bshd,bthd->bsth", h, h).softmax(2) @ w
+        return gspmd.mark_sharding(x, self.mesh, "_ seq _ _")
+
+
+@pytest.mark.parametrize("seed", [122, *range(24), 34])  # the first and last were errors
+def test_drawn_programs_have_the_numbers_of_one_device(seed: int) -> None:
+    torch.manual_seed(seed)
+    draw, mesh = random.Random(seed), Mesh(seq=2)
+    kinds = [draw.choice(Drawn.KINDS) for _ in range(draw.randint(2, 4))]
+    model = Drawn(mesh, kinds)
+    x = torch.randn(draw.choice([2, 4]), 8, 8, 8, dtype=torch.float64, requires_grad=True)
+    plan = planned((model, mesh, "_ seq _ _", x))
+    result, gradients = eager(model, x)
+    (gradients["x"],) = torch.autograd.grad(model(x).sum(), x)
+    assert_same(plan.simulate(x, _poison=True), (result, gradients), terms=1000)
 
 
 class Layers(nn.Module):

@@ -128,7 +128,9 @@ class Chains:
         factor, rule = self.factor(node), self.rule(node)
         if factor is None or rule is None or (factor,) not in rule.results[0]:
             return False
-        self.cut[node] = rule.results[0].index((factor,))
+        dim = rule.results[0].index((factor,))
+        if self.cut.setdefault(node, dim) != dim:  # an earlier chain reads other parts
+            return False
         pulled = self._pull_operands(node, factor, chain)
         chain.core[node] = factor
         return pulled

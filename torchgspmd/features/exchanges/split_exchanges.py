@@ -108,6 +108,8 @@ class _Parts:
             begin, end = max(sent), self.place[chain.last]
             region |= {n: (factor, begin) for n, factor in chain.head.items()}
             region |= {n: (factor, end) for n, factor in chain.core.items()}
+        for node, (factor, _) in region.items():
+            assert self.chains.of_parts(node).results[0][self.cut[node]] == (factor,), "other parts"
         sums = self._sums(region)
         with self.graph.inserting_before(self.graph.output_node()):
             for node in sorted(region | sums, key=self.place.__getitem__):
@@ -172,7 +174,7 @@ class _Parts:
 
     def _part(self, value: fx.Node, dim: int, k: int, key: Key, user: fx.Node) -> fx.Node:
         """Return a part of an operand: computed so, or a slice."""
-        if value in self.pieces:
+        if value in self.pieces and self.cut[value] == dim:  # else another chain's parts
             return self.pieces[value][k]
         if (value, dim, k) not in self.slices:
             first, rows = self._rows(value.meta["shape"][dim])[k]
@@ -199,12 +201,11 @@ class _Parts:
         node.replace_all_uses_with(total)
 
     def _join(self, value: fx.Node, region: Collection[fx.Node]) -> None:
-        """Join a value's parts for its users outside."""
-        users = [u for u in value.users if u in self.place and u not in region]
+        """Join a value's parts for its users outside, and for chains that cut it elsewhere."""
+        users = [u for u in value.users if u not in region]
         if not users:
             return
-        first = min(users, key=self.place.__getitem__)
-        key = self.place[first], -1, self.place[value], 0
+        key = min(self.keys[u][0] for u in users), -1, self.place[value], 0
         args = self.pieces[value], self.cut[value]
         joined = self._add(aten.cat.default, args, {}, key, _claims(value), value.name)
         joined.meta["backward"] = all(u.meta.get("backward", u.op == "output") for u in users)
