@@ -159,6 +159,8 @@ LOSSES = [
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_a_loss_of_selected_tokens_gathers_nothing(loss, reduction, selected):
+    if selected == "none" and torch.__version__ < "2.10":
+        pytest.skip("torch 2.9 makes the program for one or two rows and more")
     torch.manual_seed(0)
     x = torch.randn(8, 6, 12, dtype=torch.float64, requires_grad=True)
     classes = torch.randint(-4, 12, (8, 6)) if selected == "some" else torch.full((8, 6), -1)
