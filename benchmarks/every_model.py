@@ -248,6 +248,8 @@ def run_model(given: argparse.Namespace, op: str) -> dict[str, Any]:
         if given.build_only:
             return {**row, "what": "built"}
         one = subject(model, kwargs)
+        if given.processes and not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("it has no parameters to train")
     except Exception as error:  # noqa: BLE001 (one device cannot run it)
         return {**row, "what": "not built", "why": failure(error)}
     row["double"] = one.exact == EXACT

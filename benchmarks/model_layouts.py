@@ -121,11 +121,13 @@ def on_processes(count: int, seconds: int, run: Callable[[], dict[str, Any]]) ->
             child = os.fork()
             if child == 0:
                 signal.alarm(seconds)
-                dist.init_process_group(
-                    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count
-                )
-                Path(folder, str(rank)).write_text(json.dumps(run()))
-                os._exit(0)
+                try:
+                    dist.init_process_group(
+                        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count
+                    )
+                    Path(folder, str(rank)).write_text(json.dumps(run()))
+                finally:  # an error ends this process, too: its caller is the parent's
+                    os._exit(0)
             children[child] = rank
         row = {"what": "error", "why": "no process"}
         while children:
