@@ -107,7 +107,7 @@ class Rank:
         for name in ("all_reduce", "all_reduce_", "all_to_all_single", "all_gather_into_tensor"):
             getattr(ops, name).default = instead(name)
         ops.reduce_scatter_tensor.default = instead("reduce_scatter_tensor")
-        dist.isend = instead("isend")
+        dist.batch_isend_irecv = instead("batch_isend_irecv")  # of a pipeline
 
     def model(self):
         if self.case in PLAIN:

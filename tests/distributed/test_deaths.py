@@ -150,7 +150,7 @@ PLACES = {
     ),
     "plain_all_gather": "all_gather_into_tensor",
     "plain_reduce_scatter": "reduce_scatter_tensor",
-    "pipeline": "isend",
+    "pipeline": "batch_isend_irecv",
     "backward": "all_reduce_",
 }
 
