@@ -83,7 +83,7 @@ from torchgspmd.capture.state.object_trees import opened
 from torchgspmd.errors import ShardingError
 
 EXACT, SINGLE = 1e-8, 1e-4  # relative, of float64 and float32: some hundred operations deep
-LARGE = 1e6
+LARGE = 1e6  # results from which on a weighted sum leaves them out
 COARSE = 1e-2  # of results in float32 beside float64
 
 LIBRARIES: dict[str, tuple[Callable[[], list[str]], Callable[[str], Built]]] = {

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import tempfile
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -126,8 +127,10 @@ def on_processes(count: int, seconds: int, run: Callable[[], dict[str, Any]]) ->
                         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count
                     )
                     Path(folder, str(rank)).write_text(json.dumps(run()))
-                finally:  # an error ends this process, too: its caller is the parent's
                     os._exit(0)
+                except BaseException:  # noqa: BLE001 (it ends here: its caller is the parent's)
+                    traceback.print_exc()
+                    os._exit(1)
             children[child] = rank
         row = {"what": "error", "why": "no process"}
         while children:

@@ -176,12 +176,14 @@ class Functional(FunctionalTensorMode):
         return self._constants(results)
 
     def _out_of_place(self, func: OpOverload, args: tuple, kwargs: dict) -> Tensor | None:
-        """Return a value that an operation writes into its first operand, if only a run knows
-        its sizes; else None."""
+        """Return the value that an operation writes into its first operand.
+
+        None if the operand's sizes are known, or another call would draw other numbers.
+        """
         name, _, overload = func.name().removeprefix("aten::").partition(".")
         if not (func._schema.is_mutable and name.endswith("_") and isinstance(args[0], Tensor)):
             return None
-        if all(isinstance(n, int) for n in args[0].shape):
+        if draws(func) or all(isinstance(n, int) for n in args[0].shape):
             return None
         new = getattr(getattr(torch.ops.aten, name[:-1], None), overload or "default", None)
         with self:

@@ -272,8 +272,11 @@ class capturing:
 @contextmanager
 def compiling() -> Iterator[None]:
     """Tell code in a trace that a compiler runs, for which optimizers read no values."""
+    if not is_capturing():
+        yield
+        return
     before = torch.compiler.is_compiling()
-    torch.compiler._is_compiling_flag = before or is_capturing()
+    torch.compiler._is_compiling_flag = True
     try:
         yield
     finally:

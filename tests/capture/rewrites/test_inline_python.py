@@ -137,6 +137,20 @@ def test_an_optimizer_within_a_program_has_the_numbers_of_eager_mode():
     assert_same(plan.simulate(X.clone()), step(X.clone()))
 
 
+def test_an_optimizer_that_needs_numbers_in_advance_is_one_sentence():
+    # It asks for a value, so the trace says that a compiler runs.
+    def step(x, factor):
+        x = x.detach().requires_grad_()
+        made = torch.optim.Adamax([x], foreach=True)
+        (x.square().sum() * factor.tolist()[0]).backward()
+        made.step()
+        return x
+
+    assert "_foreach_addcdiv_ is given numbers that are known only when it runs" in message(
+        lambda: gspmd.plan(step, X.clone(), torch.tensor([2]), mesh=MESH)
+    )
+
+
 @pytest.mark.parametrize(
     "name, arguments",
     [
