@@ -4,11 +4,13 @@ without 20 random operators of ATen.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
 import types
 import zlib
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -73,8 +75,18 @@ def is_on_its_mesh(item: pytest.Item) -> bool:
     return item.callspec.params["mesh"] == meshes[drawn // 6 % len(meshes)]
 
 
+# A scan of all that a worker holds takes seconds, and planning makes the collector ask for many.
+TESTS_A_SCAN = 500
+_TESTS = count(1)
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the processes behind the last test that runs on them: idle groups of gloo poll."""
+    """Collect garbage at times, and end the processes behind the last test that runs on them.
+
+    Idle groups of gloo poll.
+    """
+    if next(_TESTS) % TESTS_A_SCAN == 0:
+        gc.collect()
     if runs_on_processes(item) and not (nextitem and runs_on_processes(nextitem)):
         import ranks
 
@@ -86,6 +98,7 @@ def runs_on_processes(item: pytest.Item) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(20_000, 50, 1_000_000)  # young objects alone; TESTS_A_SCAN
     config.addinivalue_line("markers", "slow: one of many that take minutes together")
     config.addinivalue_line("markers", "distributed(*meshes): runs on processes")
     config.addinivalue_line("markers", "xdist_group(name): one worker runs all of the group")

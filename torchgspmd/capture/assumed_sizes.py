@@ -2,33 +2,69 @@
 
 rows = x[mask]                  a size that only a run knows
 if len(rows) == 0:              taken as False, and every run checks that it is
-    return None
+    return None                 a run in which it is True ends there, and runs another program
 if rows.shape[0] > 7:           an error: sizes of 2 and more have both outcomes
 assert tokens.shape[1] <= 1024  an argument's size: a guard, so 1025 tokens have another program
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from ..compat.fx_nodes import fake_mode, reached
 from ..compat.operators import aten
 from ..compat.private_apis import GuardOnDataDependentSymNode, ShapeEnv
 from ..errors import ShardingError, user_line
+from ..rules.custom_ops.loops import ENTRIES
 
 # Sizes, in parts, to try: a condition with one outcome for these has it for all sizes.
 _SIZES = (2, 3, 1009, 1013)
 UNBOUNDED = 2**62  # the greatest size
 # Set where a branch on no rows changes nothing: the sizes that such branches take for more.
 EMPTY_IS_NOTHING: ContextVar[set[Any] | None] = ContextVar("empty is nothing", default=None)
-# The most sizes in one condition.
-_MOST = 3
+_SYMBOL = re.compile(r"\b[uzs]\d+\b")
+# The most programs that a call runs until one is right.
+MOST_TRIES = 16
+
+
+class Sides(NamedTuple):
+    """The sizes that a program takes for few. few: by the branches on them. tries: so far."""
+
+    few: frozenset[str] = frozenset()
+    tries: int = 0
+
+
+_ALL_MANY = Sides()
+SIDES: ContextVar[Sides] = ContextVar("sides", default=_ALL_MANY)
+
+
+class OtherSide(ShardingError):
+    """A run's size has the other outcome of a branch than the program. branch: which one."""
+
+    def __init__(self, branch: str, *texts: str, **places: str | None) -> None:
+        super().__init__(*texts, **places)
+        self.branch = branch
+
+    @contextmanager
+    def turned(self) -> Iterator[None]:
+        """Trace and run the other side of the branch; raise this error after many tries."""
+        sides = SIDES.get()
+        if not self.branch or sides.tries == MOST_TRIES:
+            raise self
+        token = SIDES.set(Sides(sides.few ^ {self.branch}, sides.tries + 1))
+        try:
+            yield
+        finally:
+            SIDES.reset(token)
 
 
 class AssumingShapeEnv(ShapeEnv):
@@ -38,8 +74,12 @@ class AssumingShapeEnv(ShapeEnv):
         super().__init__()
         self.multiple = devices  # divides the stand-ins for arguments' sizes
         self.ratios: dict[Any, int] = {}  # symbol for an argument's size -> its stand-ins' ratio
-        # symbol -> the least value for which the program is right, and the line that says so
-        self.lower_bounds: dict[Any, tuple[int, str | None]] = {}
+        # symbol -> the least value for which the program is right, the line that says so, and the
+        # branch there
+        self.lower_bounds: dict[Any, tuple[int, str | None, str]] = {}
+        # The same for the greatest value, of sizes that are few.
+        self.upper_bounds: dict[Any, tuple[int, str | None, str]] = {}
+        self.branches: dict[str, list[Any]] = {}  # the sizes that a condition on a line compares
         self.near: dict[Any, int] = {}  # symbol -> the argument's size in this trace
         # symbol for an argument's size -> the least and the greatest that the program is right for
         self.bounds: dict[Any, tuple[int, int]] = {}
@@ -85,27 +125,51 @@ class AssumingShapeEnv(ShapeEnv):
     def _assume(self, condition: Any) -> Any:
         """Return a condition's outcome for all sizes from 2 on; None if there are several."""
         symbols = sorted(condition.free_symbols, key=str)
-        if not getattr(condition, "is_Relational", False) or not 0 < len(symbols) <= _MOST:
+        if not getattr(condition, "is_Relational", False) or not symbols:
             return None
         if not all(self._is_size(symbol) for symbol in symbols):
             return None
+        if (of_size := _of_size(condition, symbols)) is None:
+            return None
+        size, holds = of_size
         parts = _parts(condition)
         # For each size, the least and the greatest remainder that divisions can leave.
         sizes = [parts * size + rest for size in _SIZES for rest in {0, parts - 1}]
-        if (outcome := _outcome(condition, symbols, sizes)) is None:
+        if len({holds(number) for number in sizes}) > 1:
             return None
         # The bound goes down as long as the outcome stays the same.
-        low = 2 * parts
-        while low > 0 and _outcome(condition, symbols, (low - 1, *sizes)) is not None:
-            low -= 1
+        low = _begin_of_range(holds, 2 * parts)
         if low == 1 and (assumed := EMPTY_IS_NOTHING.get()) is not None:
             assumed.update(symbols)
-            return outcome
-        for symbol in symbols:
-            before = self.lower_bounds.get(symbol, (0, None))
-            # The strictest condition on a size decides, and is named in the error.
-            self.lower_bounds[symbol] = max(before, (low, user_line()), key=lambda pair: pair[0])
-        return outcome
+            return holds(low)
+        return self._bounded(size, holds, low, self._branch(condition, size))
+
+    def _bounded(self, size: Any, holds: Callable[[int], Any], least: int, name: str) -> Any:
+        """Return a condition's outcome, and bound the size to where it has this outcome.
+
+        name: of the range from `least` on. SIDES has the names of the ranges that a program does
+        not take, from many rows to few.
+        """
+        where, most, above = user_line(), UNBOUNDED, ""
+        before = self.lower_bounds.get(size, (0, None, ""))
+        greatest = self.upper_bounds.get(size, (UNBOUNDED,))[0]
+        while least > 0 and (name in SIDES.get().few or least > greatest):
+            most = least - 1
+            least = _begin_of_range(holds, most)
+            above, name = name, f"{name} below {most + 1}"
+        # The strictest condition on a size decides, and is named in the error.
+        self.lower_bounds[size] = max(before, (least, where, name), key=lambda row: row[0])
+        if most < greatest:
+            self.upper_bounds[size] = most, where, above
+        return holds(least)
+
+    def _branch(self, condition: Any, size: Any) -> str:
+        """Return a name for a branch on a size, the same in each trace."""
+        text = f"{user_line()} {_SYMBOL.sub('n', str(condition))}"
+        sizes = self.branches.setdefault(text, [])
+        if size not in sizes:
+            sizes.append(size)
+        return f"{text} {sizes.index(size)}"
 
     def _is_size(self, symbol: object) -> bool:
         """Return whether a symbol is a dimension's size, or was required to be a possible one."""
@@ -119,66 +183,158 @@ def _parts(condition: Any) -> int:
     return math.lcm(*(int(each.args[1]) for each in divisions if each.args[1].is_Integer))
 
 
-def _outcome(condition: Any, symbols: list, sizes: Sequence[int]) -> Any:
-    """Return a condition's outcome if it is the same for all these sizes, else None."""
-    outcomes = {
-        condition.subs(dict(zip(symbols, values)))
-        for values in itertools.product(sizes, repeat=len(symbols))
-    }
-    return outcomes.pop() if len(outcomes) == 1 else None
+def _of_size(condition: Any, symbols: Sequence[Any]) -> tuple[Any, Callable[[int], Any]] | None:
+    """Return the size that a condition is about, and a function from it to the outcome.
+
+    The size may be a sum, as that of the boxes of several levels.
+    """
+    difference = (condition.lhs - condition.rhs).expand()
+    factors = [difference.coeff(symbol) for symbol in symbols]
+    rest = difference - sum(factor * symbol for factor, symbol in zip(factors, symbols))
+    if rest.is_Integer and all(factor.is_Integer for factor in factors):
+        if len({factor > 0 for factor in factors}) == 1:
+            unit = math.gcd(*map(int, factors)) * (1 if factors[0] > 0 else -1)
+            size = sum(factor / unit * symbol for factor, symbol in zip(factors, symbols))
+            return size, lambda number: condition.func(unit * number + rest, 0)
+    if len(symbols) > 1:
+        return None
+    return symbols[0], lambda number: condition.subs(symbols[0], number)
 
 
-def insert_checks(graph: fx.Graph, env: AssumingShapeEnv) -> None:
-    """Insert checks in every run for the sizes that the trace assumed."""
-    for symbol, (low, where) in env.lower_bounds.items():
-        if low > 0:
-            _insert_check(graph, symbol, low, where)
+def _begin_of_range(holds: Callable[[int], Any], number: int) -> int:
+    """Return the least size from which on, up to a number, the outcome is the same."""
+    outcome = holds(number)
+    while number > 0 and holds(number - 1) == outcome:
+        number -= 1
+    return number
 
 
-def _insert_check(graph: fx.Graph, symbol: object, low: int, where: str | None) -> None:
-    """Pass a size through a check, from the first node that has it."""
+def insert_checks(graph: fx.Graph, env: AssumingShapeEnv) -> list[fx.Node]:
+    """Insert checks in every run for the sizes that the trace assumed.
+
+    Return the sizes that nothing else needs, as tensors [], which must be computed all the same.
+    """
+    rows = [(size, at_least, row) for size, row in env.lower_bounds.items() if row[0] > 0]
+    rows += [(size, at_most, row) for size, row in env.upper_bounds.items()]
+    checks = [node for row in rows if (node := _insert_check(graph, *row)) is not None]
+    used = {*reached([graph.output_node()])}
+    alone = [node for node in checks if node not in used]
+    for node in alone:
+        if any(n.target in ENTRIES for n in reached([node])):
+            raise ShardingError(
+                "a branch on a size that depends on values stands in another branch or a loop, "
+                "where nothing else needs the size",
+                where=node.args[2],
+                why="a run would compute what is needed alone, and not compare the size",
+                fix="compute the size before the branch or loop",
+            )
+    return [_as_tensor(graph, node) for node in alone]
+
+
+def _as_tensor(graph: fx.Graph, number: fx.Node) -> fx.Node:
+    with graph.inserting_after(number):
+        tensor = graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": torch.int64})
+    with fake_mode():
+        tensor.meta = {**number.meta, "val": torch.scalar_tensor(0, dtype=torch.int64)}
+    return tensor
+
+
+Check = Callable[..., int]
+
+
+def _insert_check(graph: fx.Graph, size: Any, check: Check, rest: tuple) -> fx.Node | None:
+    """Pass a size through a check, from the first node that has it. rest: its other arguments.
+
+    Return the checked size; None if no node has it.
+    """
+    terms = [(_owner_of(graph, x), int(n)) for x, n in size.as_coefficients_dict().items()]
+    owners = [(owner, n) for owner, n in terms if owner is not None]
+    if len(owners) < len(terms):
+        return None
+    if size.is_Symbol and (owner := owners[0][0]).dim is not None:
+        return _check_rows(graph, owner.node, owner.dim, check, rest)
+    total, *summands = [
+        _after([number], operator.mul, number, n) if n > 1 else number
+        for number, n in ((owner.number(), n) for owner, n in owners)
+    ]
+    for each in summands:
+        total = _after([total, each], operator.add, total, each)
+    checked = _after([total], check, total, *rest)
+    total.replace_all_uses_with(checked, lambda user: user is not checked)
+    return checked
+
+
+class _Owner(NamedTuple):
+    """The first node that has a size. dim: of a tensor; None for a number."""
+
+    node: fx.Node
+    dim: int | None
+
+    def number(self) -> fx.Node:
+        if self.dim is None:
+            return self.node
+        return _after([self.node], aten.sym_size.int, self.node, self.dim)
+
+
+def _owner_of(graph: fx.Graph, symbol: object) -> _Owner | None:
     for node in graph.nodes:
         val = node.meta.get("val")
         if isinstance(val, torch.SymInt) and val.node.expr == symbol:
-            with graph.inserting_after(node):
-                checked = graph.call_function(at_least, (node, low, where))
-            checked.meta = dict(node.meta)
-            node.replace_all_uses_with(checked, lambda user, checked=checked: user is not checked)
-            return
-        dims = [
-            d
-            for d, size in enumerate(val.shape if isinstance(val, Tensor) else ())
-            if isinstance(size, torch.SymInt) and size.node.expr == symbol
-        ]
-        if dims and node.op == "call_function":
-            _check_rows(graph, node, dims[0], low, where)
-            return
+            return _Owner(node, None)
+        for dim, size in enumerate(val.shape if isinstance(val, Tensor) else ()):
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                if node.op == "call_function":
+                    return _Owner(node, dim)
+    return None
 
 
-def _check_rows(graph: fx.Graph, node: fx.Node, dim: int, low: int, where: str | None) -> None:
-    """Take all rows of a tensor by a number that has been checked."""
-    val = node.meta["val"]
-    with graph.inserting_after(node):
-        size = graph.call_function(aten.sym_size.int, (node, dim))
-    with graph.inserting_after(size):
-        checked = graph.call_function(at_least, (size, low, where))
+def _after(nodes: Sequence[fx.Node], target: Callable[..., Any], *args: Any) -> fx.Node:
+    """Return a new number, computed behind some nodes."""
+    graph = nodes[0].graph
+    last = nodes[0] if len(nodes) == 1 else max(nodes, key=[*graph.nodes].index)
+    with graph.inserting_after(last):
+        node = graph.call_function(target, args)
+    values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in args]
+    is_check = target in CHECKS
+    node.meta = {**last.meta, "val": values[0] if is_check else target(*values)}
+    return node
+
+
+def _check_rows(graph: fx.Graph, node: fx.Node, dim: int, check: Check, rest: tuple) -> fx.Node:
+    """Take all rows of a tensor by a number that has been checked; return the number."""
+    val, size = node.meta["val"], _after([node], aten.sym_size.int, node, dim)
+    checked = _after([size], check, size, *rest)
     with graph.inserting_after(checked):
         # Expanding to the checked size makes every later user depend on the check.
         shape = [checked if d == dim else -1 for d in range(val.dim())]
         rows = graph.call_function(aten.expand.default, (node, shape))
-    size.meta, checked.meta = ({**node.meta, "val": val.shape[dim]} for _ in range(2))
     rows.meta = dict(node.meta)
     node.replace_all_uses_with(rows, lambda user: user not in (size, rows))
+    return checked
 
 
-def at_least(number: int, low: int, where: str | None) -> int:
-    """Return a number, or raise ShardingError if the program was not made for one so small."""
+def at_least(number: int, low: int, where: str | None, branch: str = "") -> int:
+    """Return a number, or raise OtherSide if the program was not made for one so small."""
     if number < low:
-        raise ShardingError(
-            f"a size that depends on values is {number}, and the program was made for {low} and "
-            "more",
-            where=where,
-            why="forward branches on whether it is, and one program is made for all values",
-            fix="leave such a batch out, or pad it to more",
-        )
+        raise _other(f"{number}, and the program was made for {low} and more", where, branch)
     return number
+
+
+def at_most(number: int, high: int, where: str | None, branch: str) -> int:
+    """Return a number, or raise OtherSide if the program was not made for one so large."""
+    if number > high:
+        raise _other(f"{number}, and the program was made for {high} at most", where, branch)
+    return number
+
+
+CHECKS = at_least, at_most
+
+
+def _other(text: str, where: str | None, branch: str) -> OtherSide:
+    return OtherSide(
+        branch,
+        f"a size that depends on values is {text}",
+        where=where,
+        why="forward branches on whether it is, and one program is made for all values",
+        fix="leave such a batch out, or pad it to more",
+    )

@@ -14,6 +14,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from ..shard_spec import ShardSpec
 from .argument_sizes import ArgumentSizes
+from .assumed_sizes import SIDES
 from .prints import Breakpoint
 from .state.guards import Guards
 from .state.object_trees import Opened, closed
@@ -84,6 +85,7 @@ class Captured:
     functions: tuple[FunctionType, ...] = ()  # Python functions that it may have called
     # argument sizes that may differ between runs
     dynamic: ArgumentSizes = field(default_factory=ArgumentSizes)
+    few: tuple[str, ...] = ()  # the branches on sizes that it takes for few (assumed_sizes.py)
     run_guards: RunGuards | None = None  # on everything else that a plan's run depends on
     breakpoints: tuple[Breakpoint, ...] = ()  # in forward; a saved plan has none
 
@@ -112,7 +114,8 @@ class Captured:
         """
         functions = self.run_guards and self.run_guards.functions
         return (
-            (not shapes or self.dynamic.has_branches_of(shapes))
+            {*self.few} == SIDES.get().few
+            and (not shapes or self.dynamic.has_branches_of(shapes))
             and self.reads.hold()
             and all(look.holds(leaves) for look in self.looks)
             and (functions is None or functions.hold())

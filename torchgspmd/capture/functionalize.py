@@ -35,6 +35,7 @@ from .trace_context import at_once
 from .traced_values import unwrap
 
 _CHECKS = {aten._linalg_check_errors.default}
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default}
 _ITEM = aten._local_scalar_dense.default
 # Recorded without elements, too: a backward's seeds are found by their ones_like.
 _KEPT = {aten.empty.memory_format, aten.ones_like.default}
@@ -96,6 +97,8 @@ class Functional(FunctionalTensorMode):
         if func.namespace == "aten" and not (func.is_view or func._schema.is_mutable):
             if func not in _KEPT and are_without_elements(result):
                 return self._of_nothing(result)
+        if func is _ITEM and isinstance(result, torch.SymInt) and self._is_count(args[0]):
+            torch._check(result >= 0)  # so that a branch on it may take it for more than none
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
             # A view of a state tensor is that tensor: a write to it has to be seen. The view
             # is stored, so that its id is not reused.
@@ -145,6 +148,13 @@ class Functional(FunctionalTensorMode):
         value = unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor
         slot = get_proxy_slot(value, get_proxy_mode().tracer, None)
         return None if slot is None else slot.proxy.node
+
+    def _is_count(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a sum of truth values."""
+        node = self.node_of(tensor)
+        if node is None or node.target not in _SUMS:
+            return False
+        return node.all_input_nodes[0].meta["val"].dtype is torch.bool
 
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
         """Return the indices that a mask selects, a constant for each dimension.

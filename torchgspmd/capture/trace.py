@@ -28,7 +28,7 @@ from ..layout.mesh import Mesh
 from ..layout.prefix_specs import argument_names
 from ..rules.registry import memory_order
 from .argument_sizes import ArgumentSizes
-from .assumed_sizes import AssumingShapeEnv, insert_checks
+from .assumed_sizes import SIDES, AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced
 from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
 from .draws import traced_generator
@@ -144,7 +144,8 @@ class _Capture:
         """Trace until a trace has found out nothing that would make it another one."""
         check_arguments(self.names, self.leaves)
         state, reasons = self.state, list[str]()
-        flags, asked = (state.is_looking, state.is_counting, state.is_settled), {*state.asked}
+        flags = state.is_looking, state.is_counting, state.is_settled
+        asked = {*state.asked}, {*state.tested}
         state.is_eager = True
         # transformers' first forward registers the hooks that collect hidden states.
         hooks = HookTables(self.fn.modules() if self.is_module else ())
@@ -169,7 +170,8 @@ class _Capture:
                     reasons.append(str(retrace))
         except Exception:
             # The error is the program's own: the next call begins with the knowledge before it.
-            (state.is_looking, state.is_counting, state.is_settled), state.asked = flags, asked
+            state.is_looking, state.is_counting, state.is_settled = flags
+            state.asked, state.tested = asked
             raise
         raise ShardingError.here(
             f"the program has been traced {MOST_RETRACES} times, and each time it was another one",
@@ -201,7 +203,7 @@ class _Capture:
             space = error.namespace if isinstance(error, ShardingError) else None
             if any(space is known for known in state.namespaces):
                 space = None
-            is_branch = state.branches.learn(error.__cause__)
+            is_branch = space is None and state.branches.learn(error.__cause__)
             # The value was symbolic for the trace, and is known in a run: with its value the error
             # may vanish.
             if value_guards.symbolic:
@@ -292,7 +294,7 @@ class _Capture:
                 traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
         del mode
         program.asked.check([each.name for each in inputs], tensors, state)
-        insert_checks(traced.graph, shape_env)
+        program.keep(traced.graph, insert_checks(traced.graph, shape_env))
         constants = program.take_constants(traced.graph)
         used = program.drop_unused(traced.graph)
         inputs = [each for i, each in enumerate(inputs) if i < first or i - first in used]
@@ -321,6 +323,7 @@ class _Capture:
             looks=tuple(value_guards.looks.values()),
             functions=tuple(tables.called),
             dynamic=self.dynamic.of_trace(units, shape_env),
+            few=tuple(sorted(SIDES.get().few)),
             run_guards=RunGuards(
                 ArgumentKeys.of(self.names, self.leaves, bool(state.asks_order)),
                 ModuleFacts(fn) if self.is_module else None,

@@ -157,6 +157,14 @@ class TracedProgram:
             -1,
         )
 
+    def keep(self, graph: fx.Graph, nodes: list[fx.Node]) -> None:
+        """Compute nodes behind the program's results, where nobody reads them."""
+        first = sum(out.kind == OUTPUT for out in self.outputs)
+        self.outputs[first:first] = [Output(OUTPUT, open=True) for _ in nodes]
+        values = [*graph.output_node().args[0]]
+        values[first:first] = nodes
+        graph.output_node().args = (tuple(values),)
+
     def take_constants(self, graph: fx.Graph) -> dict[int, fx.Node]:
         """Remove the trace's constants from the outputs; return their nodes by id."""
         output = graph.output_node()

@@ -47,7 +47,7 @@ from .fix_candidates import check_communication, report_replicated
 from .options import NAMED, Options, check_choice, documented, is_an_option, rows_for
 from .plan import Plan
 from .plan_summary import idle_axes_text
-from .planned_call import PlannedCall, SmallSizes
+from .planned_call import OtherSizes, PlannedCall
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -161,13 +161,12 @@ def plan(
         for line in idle_axes_text(mesh, result.idle_axes):
             warnings.warn(line, stacklevel=2)
     # Sizes 0 and 1 broadcast, so calls with them need programs of their own, planned on demand.
-    if sizes.dims:
-        result._small_sizes = SmallSizes(
-            captured,
-            lambda sizes, args, keywords: plan(
-                fn, *args, **{**asked, **chosen, "dynamic": sizes, **keywords}
-            ),
-        )
+    result._other_sizes = OtherSizes(
+        captured,
+        lambda sizes, args, keywords: plan(
+            fn, *args, **{**asked, **chosen, "dynamic": sizes, **keywords}
+        ),
+    )
     return result
 
 

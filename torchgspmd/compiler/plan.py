@@ -22,6 +22,7 @@ from ..capture import (
     cotangents_of,
     opened,
 )
+from ..capture.assumed_sizes import OtherSide
 from ..comm.collective import Collective
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
@@ -55,7 +56,7 @@ from .plan_summary import (
     recomputed_text,
     weights_against_marks,
 )
-from .planned_call import PlannedCall, SmallSizes
+from .planned_call import OtherSizes, PlannedCall
 
 
 class Plan(PlanFiles):
@@ -84,7 +85,7 @@ class Plan(PlanFiles):
     """
 
     planned_call: PlannedCall | None = None  # of plan(): what verify runs in eager PyTorch
-    _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
+    _other_sizes: OtherSizes | None = None  # while it has the function
     check, estimate, explain, trace, diff, html, report = (ToolMethod() for _ in range(7))
     verify, uncapturable, _page, _repr_html_ = (ToolMethod() for _ in range(4))
     # Returns a planner for the program with other marks; without it none are tried.
@@ -299,7 +300,7 @@ class Plan(PlanFiles):
             >>> result.simulate(x, w).equal(x @ w)
             True
         """
-        if self._small_sizes and (small := self._small_sizes.plan_for(args, kwargs)):
+        if (others := self._other_sizes) and (small := others.plan_for(args, kwargs)):
             return small.simulate(*args, _poison=_poison, **kwargs)
         tensors = self.flat_inputs(args, kwargs)
         # A program takes its inputs for different tensors: none may be passed twice and mutated.
@@ -309,10 +310,17 @@ class Plan(PlanFiles):
             split_global(t, spec, self.mesh, _poison, groups)
             for t, spec, groups in zip(tensors, self.input_layouts, self.input_groups(sizes))
         ]
-        with torch.no_grad():
-            # The program has its own backward: autograd would record all devices for nothing.
-            simulator = vars(self).get("_simulator", Simulator)(self.program, self.mesh)
-            results = simulator.run_devices(inputs, self.size_inputs(sizes))
+        try:
+            with torch.no_grad():
+                # The program has its own backward: autograd would record all devices for nothing.
+                simulator = vars(self).get("_simulator", Simulator)(self.program, self.mesh)
+                results = simulator.run_devices(inputs, self.size_inputs(sizes))
+        except OtherSide as other:
+            if others is None:
+                raise
+            with other.turned():
+                side = others.plan_of_side(args, kwargs)
+                return side.simulate(*args, _poison=_poison, **kwargs)
         joined = [
             None
             if spec is None

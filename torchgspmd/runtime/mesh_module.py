@@ -27,6 +27,7 @@ from ..capture import (
     sizes_of,
     unrolling,
 )
+from ..capture.assumed_sizes import OtherSide
 from ..capture.state.dependencies import torch_modes
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.options import Options
@@ -172,11 +173,15 @@ class MeshModule(ModuleProxy):
             warn_of_numbers(error)
             self._history.use_numbers(call.sizes)
             return self.forward(*args, **kwargs)
-        if not verifies():
-            return self._run(program, call)
-        state, tensors = program.inputs(call.leaves)
-        with unwritten([*state, *tensors], besides=program.mutated):
-            return self._run(program, call)
+        try:
+            if not verifies():
+                return self._run(program, call)
+            state, tensors = program.inputs(call.leaves)
+            with unwritten([*state, *tensors], besides=program.mutated):
+                return self._run(program, call)
+        except OtherSide as other:  # on all ranks, before the program has written anything
+            with other.turned():
+                return self.forward(*args, **kwargs)
 
     def _call(self, args: tuple, kwargs: dict) -> ModuleCall:
         passed = args, kwargs

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, Captured
+from ..capture.assumed_sizes import SIDES
 from ..capture.state.dependencies import TORCH_MODES, named_tensors
 from ..capture.state.value_keys import as_text
 from ..comm.hosts import devices_of_a_host
@@ -243,7 +244,8 @@ class ShardedModule(MeshModule):
     def _build(self, call: ModuleCall) -> JointProgram:
         """Compile a call's program and check that all ranks compile the same."""
         # Leave out _structure_version, which counts changes of this rank.
-        text = as_text((call.key[:2], call.key[3:], call.numbers))
+        few = sorted(SIDES.get().few)
+        text = as_text((call.key[:2], call.key[3:], call.numbers, *([few] if few else [])))
         self._groups.watcher.begin("", "planning", f"the planning of {CALL}")
         check_ranks(
             self._groups, hash_of(f"a program for {text}"), lambda: self._raise_difference(call)

@@ -73,7 +73,7 @@ def test_one_program_has_all_sizes(text):
     for size in (2, 7, 6) if setup.step else (2, 7, 6, 1):
         tokens = batch(setup, size, **dict.fromkeys(setup.dynamic, size))
         assert not run_difference(setup, plan, model, alone, tokens), size
-    assert len(plan._small_sizes.plans) == (0 if setup.step else 1)
+    assert len(plan._other_sizes.plans) == (0 if setup.step else 1)
 
 
 def test_shards_of_twice_as_many_rows_are_not_taken_for_all_rows():

@@ -6,7 +6,8 @@
 A trace that fails at a branch is repeated with the function compiled anew. Both sides are traced,
 and a run computes one. A name that both assign alike keeps its value, tensors and numbers are
 results of the cond, and any other name is unusable behind the branch. So are tensors in attributes
-and buffers that a side assigns or changes in place (BatchNorm in training). Where a side raises,
+and buffers that a side assigns or changes in place (BatchNorm in training). A cond's results have
+one size: where sizes differ that only a run knows, both sides are computed. Where a side raises,
 the other is traced, and a run raises when its forward has ended. So it is where a side loops over
 values, as no trace can.
 """
@@ -30,10 +31,9 @@ from ...compat.private_apis import (
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, innermost_frame_of, user_line_of
 from ...rules.rewrites import rewrite_of
-from ..stand_in_sizes import same_sizes
+from ..stand_in_sizes import expression_of, same_sizes
 from .branch_code import HELPERS, compiled
 from .branch_effects import TRACE, Effects, effect, owned
-from .sized_branches import Emptiness, chosen, needs_both, sized_dim
 
 _UNKNOWN = DataDependentOutputException, GuardOnDataDependentSymNode
 
@@ -201,8 +201,8 @@ def _traced(
         leaves = list[Any]()
         for k, (a, b) in enumerate(zip(one[0], other[0])):
             if not (is_same := a is b or _is_plain(a) and type(a) is type(b) and a == b):
-                is_sized |= needs_both(a, b)
-                if sized_dim(a, b) is None and _type_of(a, b) is None:
+                is_sized |= _needs_both(a, b)
+                if _sized_dim(a, b) is None and _type_of(a, b) is None:
                     leaves = [_differing(name)]
                     break
                 differ.append((i, k))
@@ -210,7 +210,7 @@ def _traced(
         results.append(leaves)
     types = {(i, k): _type_of(sides[0][i][0][k], sides[1][i][0][k]) for i, k in differ}
 
-    def tensors(side: Callable[..., tuple], before: Sequence[object] = before) -> list[Tensor]:
+    def tensors(side: Callable[..., tuple]) -> list[Tensor]:
         values, kept = effects.run(side, before, is_traced=True)
         leaves = [each for each, _ in _leaves_of([*values, *effects.values(kept)])]
         return [_as_tensor(leaves[i][k], types[i, k]) for i, k in differ]
@@ -220,7 +220,7 @@ def _traced(
         assert cond is not None
         with taken.of(None):
             if is_sized:
-                outs = _both_sides(test, goes, (yes, no), before, tensors)
+                outs = [_chosen(goes, a, b) for a, b in zip(tensors(yes), tensors(no))]
             else:
                 outs = cond(goes, lambda: tensors(yes), lambda: tensors(no), ())
         for (i, k), out in zip(differ, outs):
@@ -234,23 +234,6 @@ def _traced(
             value._raise()
     effects.apply(after[count:])
     return after[:count]
-
-
-def _both_sides(
-    test: object,
-    goes: Tensor,
-    sides: Sequence[Callable[..., tuple]],
-    before: tuple,
-    tensors: Callable[..., list[Tensor]],
-) -> list[Tensor]:
-    """Return the results of a branch, of which each side computes its own."""
-    rows, found = Emptiness.of(test, sides, before), list[list[Any]]()
-    for side, outcome in zip(sides, (True, False)):
-        if rows is not None and rows.empty is not outcome:
-            found.append(rows.run(side, before, tensors))
-        else:
-            found.append(tensors(side, before))
-    return [chosen(goes, a, b) for a, b in zip(*found)]
 
 
 def _is_raised_by_program(error: Exception) -> bool:
@@ -357,6 +340,40 @@ def _type_of(a: Any, b: Any) -> torch.dtype | None:
 
 def _as_tensor(value: Any, dtype: torch.dtype | None) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+
+
+def _sized_dim(a: object, b: object) -> int | None:
+    """Return the only dimension in which sizes differ that a run knows; None for other values."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return None
+    if a.dtype != b.dtype or a.dim() != b.dim():
+        return None
+    pairs = [*zip(a.shape, b.shape)]
+    dims = [d for d, (m, n) in enumerate(pairs) if expression_of(m) != expression_of(n)]
+    known = len(dims) != 1 or all(type(n) is int for n in pairs[dims[0]])
+    return None if known else dims[0]
+
+
+def _needs_both(a: object, b: object) -> bool:
+    """Return whether a loop that runs once or not at all cannot have a result of a branch.
+
+    Its gradients are zeros where it does not run, and zeros need a size.
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.requires_grad or b.requires_grad):
+        return not all(type(n) is int for n in (*a.shape, *b.shape))
+    return _sized_dim(a, b) is not None
+
+
+def _chosen(goes: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return `a` where a branch goes that way, else `b`."""
+    if (dim := _sized_dim(a, b)) is None:
+        return torch.where(goes, a, b)
+    parts = [
+        x.index_select(dim, (flag & flag.new_ones(x.shape[dim])).nonzero().reshape(-1))
+        for x, flag in ((a, goes), (b, goes.logical_not()))
+        if not (type(x.shape[dim]) is int and x.shape[dim] == 0)
+    ]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _differing(name: str) -> Differing:

@@ -164,6 +164,7 @@ class State:
         self.is_looking = False  # whether traces read buffers' values (value_guards.py)
         self.shapes: set[Any] = set()  # buffers' values that decided on a shape
         self.asked: set[str] = set()  # arguments whose values traces read
+        self.tested: set[str] = set()  # those of which they read truth values (`if mask.any()`)
         self.is_counting = True  # whether a trace may use symbolic numbers
         # The first line that asks for an order in memory: inputs then have the caller's.
         self.asks_order = ""
@@ -188,7 +189,7 @@ class State:
         """Return the knowledge that another trace would lack, as text; empty without any."""
         facts = [f"the program changes {source}" for source in (*self.entries, *self.counted)]
         facts += ["it depends on values of buffers"] if self.is_looking or self.shapes else []
-        facts += [f"it depends on values of {name}" for name in sorted(self.asked)]
+        facts += [f"it depends on values of {name}" for name in sorted(self.asked | self.tested)]
         facts += [f"it uses a value of {site}" for site in sorted(self.kept_sites)]
         facts += [f"it asks for an order in memory at {self.asks_order}"] if self.asks_order else []
         facts += ["it takes numbers of Python"] if not self.is_counting or self.namespaces else []

@@ -141,11 +141,15 @@ class ValueGuards:
             raise Retrace(f"the program asks for a value at {where}", self.state.be_compiled)
         read = [self.inputs[i] for i in indices]
         names = {each.name for each in read if isinstance(each, WholeNumbers)}
-        if names - self.state.asked:
-            # A shape alone may stay dynamic: a mask would give each batch a program.
+        is_test = node.meta["val"].dtype is torch.bool and not is_shape
+        state = self.state
+        if names - state.asked - (state.tested if is_test else set()):
+            # A shape alone may stay dynamic: a mask would give each batch a program. It stays so
+            # if the program has only tested the mask.
             if not is_shape:
                 why = f"the program asks for a value of '{min(names)}' at {where}"
-                self.asked.append(Retrace(why, partial(self.state.asked.update, names)))
+                learn = partial((state.tested if is_test else state.asked).update, names)
+                self.asked.append(Retrace(why, learn))
             return None
         if inputs and not names and not (self.state.is_looking or is_shape):
             self.symbolic.append(f"the program asks for a value of a buffer at {where}")

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ...capture import ArgumentSizes, Input, Output
-from ...capture.assumed_sizes import at_least
+from ...capture.assumed_sizes import at_least, at_most
 from ...comm import local_ops
 from ...comm.collective import start, wait
 from ...comm.hardware import Hardware, Link
@@ -63,7 +63,7 @@ FUNCTIONS: dict[tuple[str, str], Any] = {
     (f.__module__, f.__name__): f
     for f in (
         *(f for f in vars(local_ops).values() if isinstance(f, FunctionType)),
-        *(start, wait, at_least, operator.getitem, operator.neg),
+        *(start, wait, at_least, at_most, operator.getitem, operator.neg),
         *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv),
         *(operator.mod, operator.pow, operator.and_, operator.or_),
         *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),

@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import fx
 
 from ...capture import MUTATION
+from ...capture.assumed_sizes import CHECKS
 from ...comm.collective import start, wait
 from ...compat.fx_nodes import reached
 from ...compat.operators import draws
@@ -125,23 +126,25 @@ def _urgent_first(order: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _starts_first(nodes: list[fx.Node]) -> list[fx.Node]:
-    """Order nodes so that those that a start needs come first.
+    """Order nodes so that those that a start needs come first; before them, those of checks.
 
     Random operations keep their order, so that they draw the same numbers.
     """
-    if not any(n.target is start for n in nodes):
+    urgent = [n for n in nodes if n.target is start or n.target in CHECKS]
+    if not any(n.target is start for n in urgent):
         return nodes
     place = {node: i for i, node in enumerate(nodes)}
     drawing = [n for n in nodes if draws(n.target)]
     # Each draw depends on the one before it: another order would give other numbers.
     before = dict(zip(drawing[1:], drawing))
     chosen: dict[fx.Node, None] = {}
-    starts = (n for n in nodes if n.target is start)
     # The link is free for those that hold up computation: results that are only returned can wait.
-    for collective in sorted(starts, key=_ends_in_output):
+    # Behind a check there may be operations that fail for other sizes than it allows.
+    urgent.sort(key=lambda n: -1 if n.target in CHECKS else _ends_in_output(n))
+    for each in urgent:
         ancestors = [
             *reached(
-                [collective],
+                [each],
                 lambda node: [
                     x
                     for x in (*node.all_input_nodes, before.get(node))
@@ -149,7 +152,9 @@ def _starts_first(nodes: list[fx.Node]) -> list[fx.Node]:
                 ],
             )
         ]
-        if len(ancestors) > 1:  # A start without any begins as soon as memory allows.
+        if (
+            len(ancestors) > 1 or each.target in CHECKS
+        ):  # A start without any begins as soon as memory allows.
             chosen.update(dict.fromkeys(sorted(ancestors, key=place.__getitem__)))
     return [*chosen, *(n for n in nodes if n not in chosen)]
 
