@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +187,8 @@ def _parts(condition: Any) -> int:
 def _of_size(condition: Any, symbols: Sequence[Any]) -> tuple[Any, Callable[[int], Any]] | None:
     """Return the size that a condition is about, and a function from it to the outcome.
 
-    The size may be a sum, as that of the boxes of several levels.
+    The size may be a sum, as that of the boxes of several levels, or the greatest, as that of rows
+    which are padded.
     """
     difference = (condition.lhs - condition.rhs).expand()
     factors = [difference.coeff(symbol) for symbol in symbols]
@@ -197,7 +199,10 @@ def _of_size(condition: Any, symbols: Sequence[Any]) -> tuple[Any, Callable[[int
             size = sum(factor / unit * symbol for factor, symbol in zip(factors, symbols))
             return size, lambda number: condition.func(unit * number + rest, 0)
     if len(symbols) > 1:
-        return None
+        is_greatest = type(condition.lhs).__name__ == "Max" and condition.rhs.is_Integer
+        if not is_greatest or not all(each.is_Symbol for each in condition.lhs.args):
+            return None
+        return condition.lhs, lambda number: condition.func(number, condition.rhs)
     return symbols[0], lambda number: condition.subs(symbols[0], number)
 
 
@@ -217,6 +222,7 @@ def insert_checks(graph: fx.Graph, env: AssumingShapeEnv) -> list[fx.Node]:
     rows = [(size, at_least, row) for size, row in env.lower_bounds.items() if row[0] > 0]
     rows += [(size, at_most, row) for size, row in env.upper_bounds.items()]
     checks = [node for row in rows if (node := _insert_check(graph, *row)) is not None]
+    assert len(checks) == len(rows), "a size is in no node of the graph"
     used = {*reached([graph.output_node()])}
     alone = [node for node in checks if node not in used]
     for node in alone:
@@ -247,21 +253,27 @@ def _insert_check(graph: fx.Graph, size: Any, check: Check, rest: tuple) -> fx.N
 
     Return the checked size; None if no node has it.
     """
-    terms = [(_owner_of(graph, x), int(n)) for x, n in size.as_coefficients_dict().items()]
-    owners = [(owner, n) for owner, n in terms if owner is not None]
-    if len(owners) < len(terms):
-        return None
-    if size.is_Symbol and (owner := owners[0][0]).dim is not None:
+    if size.is_Symbol and (owner := _owner_of(graph, size)) and owner.dim is not None:
         return _check_rows(graph, owner.node, owner.dim, check, rest)
-    total, *summands = [
-        _after([number], operator.mul, number, n) if n > 1 else number
-        for number, n in ((owner.number(), n) for owner, n in owners)
-    ]
-    for each in summands:
-        total = _after([total, each], operator.add, total, each)
-    checked = _after([total], check, total, *rest)
-    total.replace_all_uses_with(checked, lambda user: user is not checked)
+    if (number := _computed(graph, size)) is None:
+        return None
+    checked = _after(check, number, *rest)
+    number.replace_all_uses_with(checked, lambda user: user is not checked)
     return checked
+
+
+_OPERATIONS = {"Add": operator.add, "Mul": operator.mul, "Max": torch.sym_max}
+
+
+def _computed(graph: fx.Graph, size: Any) -> Any:
+    """Return the node for a size; None if the graph lacks a number in it."""
+    if size.is_Integer:
+        return int(size)
+    if size.is_Symbol:
+        return None if (owner := _owner_of(graph, size)) is None else owner.number()
+    values = [_computed(graph, each) for each in size.args]
+    operation = _OPERATIONS[type(size).__name__]
+    return None if None in values else reduce(partial(_after, operation), values)
 
 
 class _Owner(NamedTuple):
@@ -273,7 +285,7 @@ class _Owner(NamedTuple):
     def number(self) -> fx.Node:
         if self.dim is None:
             return self.node
-        return _after([self.node], aten.sym_size.int, self.node, self.dim)
+        return _after(aten.sym_size.int, self.node, self.dim)
 
 
 def _owner_of(graph: fx.Graph, symbol: object) -> _Owner | None:
@@ -288,22 +300,22 @@ def _owner_of(graph: fx.Graph, symbol: object) -> _Owner | None:
     return None
 
 
-def _after(nodes: Sequence[fx.Node], target: Callable[..., Any], *args: Any) -> fx.Node:
-    """Return a new number, computed behind some nodes."""
+def _after(target: Callable[..., Any], *args: Any) -> fx.Node:
+    """Return a new number, computed behind the nodes among its arguments."""
+    nodes = [each for each in args if isinstance(each, fx.Node)]
     graph = nodes[0].graph
     last = nodes[0] if len(nodes) == 1 else max(nodes, key=[*graph.nodes].index)
     with graph.inserting_after(last):
         node = graph.call_function(target, args)
-    values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in args]
-    is_check = target in CHECKS
-    node.meta = {**last.meta, "val": values[0] if is_check else target(*values)}
+    values = [each.meta["val"] if isinstance(each, fx.Node) else each for each in args]
+    node.meta = {**last.meta, "val": values[0] if target in CHECKS else target(*values)}
     return node
 
 
 def _check_rows(graph: fx.Graph, node: fx.Node, dim: int, check: Check, rest: tuple) -> fx.Node:
     """Take all rows of a tensor by a number that has been checked; return the number."""
-    val, size = node.meta["val"], _after([node], aten.sym_size.int, node, dim)
-    checked = _after([size], check, size, *rest)
+    val, size = node.meta["val"], _after(aten.sym_size.int, node, dim)
+    checked = _after(check, size, *rest)
     with graph.inserting_after(checked):
         # Expanding to the checked size makes every later user depend on the check.
         shape = [checked if d == dim else -1 for d in range(val.dim())]

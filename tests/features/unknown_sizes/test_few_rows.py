@@ -130,6 +130,24 @@ def test_a_sum_of_sizes(count):
             assert_same(plan.simulate(x, one, _poison=True), step(x, one))
 
 
+def test_the_greatest_of_some_sizes():
+    """As of rows that are padded to one length."""
+
+    def step(x, masks):
+        parts = [x[mask] for mask in masks]
+        most = max(part.shape[0] for part in parts)
+        rows = torch.stack([F.pad(part, (0, 0, 0, most - part.shape[0])) for part in parts])
+        if rows.shape[1] == 0:
+            return x.sum()
+        return rows.amax(1).sum() if rows.shape[1] > 1 else rows.sum() * 3
+
+    x, masks = torch.randn(8, 6), torch.rand(3, 8) > 0.5
+    plan = gspmd.plan(step, x, masks, mesh=MESH, in_specs=("a m", None))
+    one = torch.arange(8) == 2
+    for each in (masks, masks & False, masks & one, masks & (torch.arange(3) == 1)[:, None]):
+        assert_same(plan.simulate(x, each, _poison=True), step(x, each))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_several_levels(seed):
     """Each level may have no rows, and a line asks it of all levels."""
