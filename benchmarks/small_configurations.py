@@ -94,7 +94,8 @@ def kept_layers(values: dict[str, Any], by: Widths) -> tuple[int, list[int]]:
     """How many layers a configuration has, and those to keep: the first of each kind, two at least,
     and one for each layer that is named as an output."""
     counts = [v for n, v in values.items() if type(v) is int and re.search(LAYERS, n)]
-    kinds = values.get("layer_types") or values.get("layers_block_type") or []
+    names = "layer_types", "layers_block_type", "gnn_layers_types"
+    kinds = next((v for name in names if (v := values.get(name))), [])
     count = len(kinds) or max(counts, default=0)
     if by.whole:
         return count, list(range(count))
@@ -127,6 +128,8 @@ def width(name: str, value: int, by: Widths) -> int:
 def number(name: str, value: int, layers: int, by: Widths) -> int:
     if name.endswith("token_id") or name.endswith("token_index"):
         return value % VOCABULARY
+    if name == "max_keypoints":  # each pixel may be one
+        return 16
     if value < 0:
         return value
     for pattern, small in SAME:

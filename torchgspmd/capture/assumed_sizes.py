@@ -191,19 +191,32 @@ def _of_size(condition: Any, symbols: Sequence[Any]) -> tuple[Any, Callable[[int
     which are padded.
     """
     difference = (condition.lhs - condition.rhs).expand()
-    factors = [difference.coeff(symbol) for symbol in symbols]
-    rest = difference - sum(factor * symbol for factor, symbol in zip(factors, symbols))
+    summands = difference.args if difference.is_Add else (difference,)
+    parts = [each for x in summands for each in (x.args if x.is_Mul else (x,))]
+    greatest = [each for each in parts if _is_greatest(each)]
+    stand_ins = {each: symbols[0].func(f"greatest{i}") for i, each in enumerate(greatest)}
+    terms = difference.subs(stand_ins)
+    names = sorted(terms.free_symbols, key=str)
+    factors = [terms.coeff(name) for name in names]
+    rest = (terms - sum(factor * name for factor, name in zip(factors, names))).expand()
     if rest.is_Integer and all(factor.is_Integer for factor in factors):
         if len({factor > 0 for factor in factors}) == 1:
             unit = math.gcd(*map(int, factors)) * (1 if factors[0] > 0 else -1)
-            size = sum(factor / unit * symbol for factor, symbol in zip(factors, symbols))
+            size: Any = sum(factor / unit * name for factor, name in zip(factors, names))
+            size = size.subs({name: each for each, name in stand_ins.items()})
             return size, lambda number: condition.func(unit * number + rest, 0)
     if len(symbols) > 1:
-        is_greatest = type(condition.lhs).__name__ == "Max" and condition.rhs.is_Integer
-        if not is_greatest or not all(each.is_Symbol for each in condition.lhs.args):
-            return None
-        return condition.lhs, lambda number: condition.func(number, condition.rhs)
+        return None
     return symbols[0], lambda number: condition.subs(symbols[0], number)
+
+
+def _is_greatest(size: Any) -> bool:
+    """Return whether an expression is the greatest of sums of sizes."""
+    return type(size).__name__ == "Max" and all(
+        (part.is_Symbol or part.is_Integer) and factor > 0
+        for each in size.args
+        for part, factor in each.as_coefficients_dict().items()
+    )
 
 
 def _begin_of_range(holds: Callable[[int], Any], number: int) -> int:

@@ -130,11 +130,12 @@ def test_a_sum_of_sizes(count):
             assert_same(plan.simulate(x, one, _poison=True), step(x, one))
 
 
-def test_the_greatest_of_some_sizes():
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_greatest_of_some_sizes(twice):
     """As of rows that are padded to one length."""
 
     def step(x, masks):
-        parts = [x[mask] for mask in masks]
+        parts = [torch.cat([x[mask], x[mask & (x[:, 0] > 0)]][: 1 + twice]) for mask in masks]
         most = max(part.shape[0] for part in parts)
         rows = torch.stack([F.pad(part, (0, 0, 0, most - part.shape[0])) for part in parts])
         if rows.shape[1] == 0:
