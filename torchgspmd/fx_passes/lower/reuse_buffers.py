@@ -23,10 +23,12 @@ import torch
 from torch import fx
 
 from ...capture import MUTATION
+from ...capture.assumed_sizes import CHECKS
 from ...compat.fx_nodes import allocates
 from ...compat.operators import aten, c10d, find
 from ...compat.private_apis import OpOverload
 from ...rules.custom_ops.updates import adam, adam_
+from ..loop_call import BodyCall
 from ..program import Program
 
 ADAM = adam._opoverload
@@ -117,8 +119,15 @@ class _Memory:
     """
 
     def __init__(self, graph: fx.Graph, changed: Mapping[fx.Node, fx.Node]) -> None:
-        self.writers = {x: _chain(x, value) for x, value in changed.items()}
         self.position = {node: at for at, node in enumerate(graph.nodes)}
+        # A run that ends at a check has changed nothing: another program begins with the inputs.
+        checked = max((at for node, at in self.position.items() if _may_end(node)), default=-1)
+        chains = {x: _chain(x, value) for x, value in changed.items()}
+        self.writers = {
+            x: chain
+            for x, chain in chains.items()
+            if all(self.position[node] > checked for node in chain)
+        }
         self.buffers: dict[fx.Node, frozenset[fx.Node]] = {}
         self.last_read: dict[fx.Node, int] = {}
         self.reused: dict[fx.Node, fx.Node] = {}  # result written over an operand -> its buffer
@@ -164,6 +173,13 @@ class _Memory:
 
     def _current(self, buffer: fx.Node) -> fx.Node:
         return self.reused.get(buffer, buffer)
+
+
+def _may_end(node: fx.Node) -> bool:
+    """Return whether a run may end at a node, since a size has another number."""
+    if isinstance(node.target, BodyCall):
+        return any(_may_end(n) for body in node.target.bodies for n in body.graph.nodes)
+    return node.target in CHECKS
 
 
 def _chain(x: fx.Node, value: fx.Node) -> set[fx.Node]:
