@@ -187,36 +187,31 @@ def _parts(condition: Any) -> int:
 def _of_size(condition: Any, symbols: Sequence[Any]) -> tuple[Any, Callable[[int], Any]] | None:
     """Return the size that a condition is about, and a function from it to the outcome.
 
-    The size may be a sum, as that of the boxes of several levels, or the greatest, as that of rows
-    which are padded.
+    The size may be a sum or product, as the number of elements of the boxes of several levels, or
+    the greatest, as that of rows which are padded.
     """
     difference = (condition.lhs - condition.rhs).expand()
-    summands = difference.args if difference.is_Add else (difference,)
-    parts = [each for x in summands for each in (x.args if x.is_Mul else (x,))]
-    greatest = [each for each in parts if _is_greatest(each)]
-    stand_ins = {each: symbols[0].func(f"greatest{i}") for i, each in enumerate(greatest)}
-    terms = difference.subs(stand_ins)
-    names = sorted(terms.free_symbols, key=str)
-    factors = [terms.coeff(name) for name in names]
-    rest = (terms - sum(factor * name for factor, name in zip(factors, names))).expand()
-    if rest.is_Integer and all(factor.is_Integer for factor in factors):
-        if len({factor > 0 for factor in factors}) == 1:
-            unit = math.gcd(*map(int, factors)) * (1 if factors[0] > 0 else -1)
-            size: Any = sum(factor / unit * name for factor, name in zip(factors, names))
-            size = size.subs({name: each for each, name in stand_ins.items()})
+    factors = difference.as_coefficients_dict()
+    rest = factors.pop(difference**0, 0)  # of the term without a size
+    if all(_is_part(part) and n.is_Integer for part, n in factors.items()) and rest == int(rest):
+        if len({n > 0 for n in factors.values()}) == 1:
+            unit = math.gcd(*map(int, factors.values()))
+            unit *= 1 if min(factors.values()) > 0 else -1
+            size: Any = sum(n / unit * part for part, n in factors.items())
             return size, lambda number: condition.func(unit * number + rest, 0)
     if len(symbols) > 1:
         return None
     return symbols[0], lambda number: condition.subs(symbols[0], number)
 
 
-def _is_greatest(size: Any) -> bool:
-    """Return whether an expression is the greatest of sums of sizes."""
-    return type(size).__name__ == "Max" and all(
-        (part.is_Symbol or part.is_Integer) and factor > 0
-        for each in size.args
-        for part, factor in each.as_coefficients_dict().items()
-    )
+def _is_part(size: Any) -> bool:
+    """Return whether an expression is a product of sizes, or the greatest of sums of these."""
+    if size.is_Mul:
+        return all(map(_is_part, size.args))
+    if type(size).__name__ != "Max":
+        return size.is_Symbol
+    terms = [term for each in size.args for term in each.as_coefficients_dict().items()]
+    return all(n > 0 and (part.is_Integer or _is_part(part)) for part, n in terms)
 
 
 def _begin_of_range(holds: Callable[[int], Any], number: int) -> int:
@@ -234,6 +229,8 @@ def insert_checks(graph: fx.Graph, env: AssumingShapeEnv) -> list[fx.Node]:
     """
     rows = [(size, at_least, row) for size, row in env.lower_bounds.items() if row[0] > 0]
     rows += [(size, at_most, row) for size, row in env.upper_bounds.items()]
+    # A later line may have found two sizes to be one.
+    rows = [(env.replace(size), check, row) for size, check, row in rows]
     checks = [node for row in rows if (node := _insert_check(graph, *row)) is not None]
     assert len(checks) == len(rows), "a size is in no node of the graph"
     used = {*reached([graph.output_node()])}
@@ -244,7 +241,7 @@ def insert_checks(graph: fx.Graph, env: AssumingShapeEnv) -> list[fx.Node]:
                 "a branch on a size that depends on values stands in another branch or a loop, "
                 "where nothing else needs the size",
                 where=node.args[2],
-                why="a run would compute what is needed alone, and not compare the size",
+                why="a run computes needed values alone, and would not compare the size",
                 fix="compute the size before the branch or loop",
             )
     return [_as_tensor(graph, node) for node in alone]

@@ -130,6 +130,28 @@ def test_a_sum_of_sizes(count):
             assert_same(plan.simulate(x, one, _poison=True), step(x, one))
 
 
+def test_a_product_of_sizes_and_two_sizes_that_are_one():
+    """As the number of elements of rows and columns that masks choose."""
+
+    def step(x, rows, columns):
+        y = x[rows][:, columns]
+        if y.numel() == 0:
+            return x.sum()
+        one, other = x[rows], x.sin()[rows.logical_not().logical_not()]
+        torch._check(one.shape[0] == other.shape[0])
+        if one.shape[0] == 1:
+            return (one * other).prod() + y.sum()
+        return (one + other).sum() / one.shape[0] * y.mean()
+
+    x, rows = torch.randn(8, 6), torch.tensor(MASKS[0]) > 0
+    columns = torch.tensor([0, 1, 1, 0, 1, 1]) > 0
+    plan = gspmd.plan(step, x, rows, columns, mesh=MESH, in_specs=("a m", None, None))
+    for mask in (torch.tensor(mask) > 0 for mask in MASKS):
+        for chosen in (columns, columns & False):
+            got = plan.simulate(x, mask, chosen, _poison=True)
+            assert_same(got, step(x, mask, chosen))
+
+
 @pytest.mark.parametrize("twice", [False, True])
 def test_the_greatest_of_some_sizes(twice):
     """As of rows that are padded to one length."""
