@@ -1,5 +1,6 @@
 """Parameters in plain lists, dicts and tuples, on processes: those of the module under a second
-name, and those of layers that it does not register, as on one device.
+name, and those of layers that it does not register, as on one device. And those that a module
+stores otherwise than they are set.
 """
 
 from __future__ import annotations
@@ -55,21 +56,44 @@ class Layers(nn.Module):
         return [*self.first.parameters(), *layers, self.scales["a"]]
 
 
+class RealViews(nn.Module):
+    """Stores the real views of complex parameters, as tltorch's factorized tensors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.complex(*rand(2, 8, 8).double()))
+
+    def __setattr__(self, name, value):
+        if isinstance(value, nn.Parameter):
+            value = nn.Parameter(torch.view_as_real(value))
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        return torch.view_as_complex(value) if isinstance(value, torch.Tensor) else value
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+    def trained(self):
+        return [*self.parameters()]
+
+
 def whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @distributed("data=2,model=2")
-@pytest.mark.parametrize("kind", [Aliases, Layers])
+@pytest.mark.parametrize("kind", [Aliases, Layers, RealViews])
 def test_steps(mesh, kind):
     torch.manual_seed(0)
     alone = kind()
     net = copy.deepcopy(alone)
-    marks = (
-        {"weights.*": "data model", "count": "model"}
-        if kind is Aliases
-        else {"first.weight": "model _"}
-    )
+    marks = {
+        Aliases: {"weights.*": "data model", "count": "model"},
+        Layers: {"first.weight": "model _"},
+        RealViews: {"weight": "data model _"},
+    }[kind]
     net = gspmd.parallelize(gspmd.annotate(net, mesh, marks), mesh, in_specs="data _")
     optimizers = [torch.optim.AdamW(m.trained(), lr=0.1) for m in (net, alone)]
     for step in range(3):
@@ -89,7 +113,9 @@ def test_steps(mesh, kind):
         assert net.by_name["a"] is net.weights["a"] and net.pair[0] is net.weights["c"]
         net.weights["a"].data.mul_(2), alone.weights["a"].data.mul_(2)
         assert_same(net(x), alone(x), terms=4096)
-    else:
+    elif kind is Layers:
         net.layers[0], alone.layers[0] = (nn.Linear(8, 8).double() for _ in range(2))
         alone.layers[0].load_state_dict(net.layers[0].state_dict())
         assert_same(net(x), alone(x), terms=4096)
+    else:  # with setattr a second view of a view was stored, or refused
+        assert net._parameters["weight"].shape == (8, 8, 2) and net.weight.is_complex()

@@ -153,7 +153,7 @@ def shard_module(
 ) -> None:
     """Replace a module's parameters and buffers by DTensors; tied ones stay tied.
 
-    They are set as attributes, since recurrent layers keep their weights in lists.
+    Not by setattr: a module of complex weights may store the real view of what is set.
     """
     replacements: dict[int, Tensor] = {}
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
@@ -179,7 +179,7 @@ def shard_module(
                         stored.requires_grad_(tensor.requires_grad)
                     replacements[id(tensor)] = stored
                     copy_mark(tensor, stored)
-                setattr(owner, name, replacements[id(tensor)])
+                table[name] = replacements[id(tensor)]
 
 
 def distribute_state(module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
