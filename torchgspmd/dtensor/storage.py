@@ -153,7 +153,7 @@ def shard_module(
 ) -> None:
     """Replace a module's parameters and buffers by DTensors; tied ones stay tied.
 
-    Not by setattr: a module of complex weights may store the real view of what is set.
+    Not by setattr: a module of complex weights may store the real view of a value that is set.
     """
     replacements: dict[int, Tensor] = {}
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
@@ -179,7 +179,7 @@ def shard_module(
                         stored.requires_grad_(tensor.requires_grad)
                     replacements[id(tensor)] = stored
                     copy_mark(tensor, stored)
-                table[name] = replacements[id(tensor)]
+                table[name] = replacements[id(tensor)]  # pyright: ignore[reportArgumentType]
 
 
 def distribute_state(module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:

@@ -40,7 +40,7 @@ Node = Hashable
 class Cut:
     """The cheapest cut of edges, each with the cost of having its source and target apart.
 
-    source   Edmonds and Karp's algorithm (1972)
+    source   Dinic's algorithm (1970)
     """
 
     def __init__(self) -> None:
@@ -58,30 +58,43 @@ class Cut:
 
     def first_side(self, source: Node, sink: Node) -> set[Node]:
         """Return the nodes on `source`'s side if `sink` is on the other; as few as can be."""
-        while sink in (before := self._reached(source, sink)):
-            path, at = [], sink
-            while at != source:
-                path.append((before[at], at))
-                at = before[at]
-            flow = min(self.left[a][b] for a, b in path)
-            if flow == math.inf:
-                # A path without any finite edge: no cut keeps them apart.
-                raise AssertionError("the two sides of a cut are tied")
-            for a, b in path:
-                self.left[a][b] -= flow
-                self.left[b][a] += flow
-        return set(before)
+        while sink in (depth := self._depths(source, sink)):
+            # The edges that this round has not tried: each is tried once.
+            edges, path = {node: iter(self.left[node]) for node in depth}, [source]
+            while path:
+                if (at := path[-1]) == sink:
+                    path = path[: self._fill(path)]
+                    continue
+                for target in edges[at]:
+                    if self.left[at][target] > 0 and depth.get(target) == depth[at] + 1:
+                        path.append(target)
+                        break
+                else:
+                    path.pop()
+        return set(depth)
 
-    def _reached(self, source: Node, sink: Node) -> dict[Node, Node]:
-        """Return the nodes that more can flow to, up to `sink`, each with the one before it."""
-        before, queue = {source: source}, deque([source])
-        while queue and sink not in before:
+    def _fill(self, path: Sequence[Node]) -> int:
+        """Fill a path with flow; return how many nodes precede its first full edge."""
+        steps = [*itertools.pairwise(path)]
+        flow = min(self.left[a][b] for a, b in steps)
+        if flow == math.inf:
+            # A path without any finite edge: no cut keeps them apart.
+            raise AssertionError("the two sides of a cut are tied")
+        for a, b in steps:
+            self.left[a][b] -= flow
+            self.left[b][a] += flow
+        return 1 + next(i for i, (a, b) in enumerate(steps) if self.left[a][b] <= 0)
+
+    def _depths(self, source: Node, sink: Node) -> dict[Node, int]:
+        """Return the nodes that more can flow to, up to `sink`, each with its distance."""
+        depth, queue = {source: 0}, deque([source])
+        while queue and sink not in depth:
             at = queue.popleft()
             for target, left in self.left[at].items():
-                if left > 0 and target not in before:
-                    before[target] = at
+                if left > 0 and target not in depth:
+                    depth[target] = depth[at] + 1
                     queue.append(target)
-        return before
+        return depth
 
 
 class Pair(NamedTuple):
