@@ -76,7 +76,7 @@ def is_on_its_mesh(item: pytest.Item) -> bool:
 
 
 # A scan of all that a worker holds takes seconds, and planning makes the collector ask for many.
-TESTS_A_SCAN = 500
+TESTS_A_SCAN = 1000
 _TESTS = count(1)
 
 
@@ -91,6 +91,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         import ranks
 
         ranks.close_all()
+
+
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # pytest's last scans, five of them, find nothing
 
 
 def runs_on_processes(item: pytest.Item) -> bool:

@@ -228,6 +228,7 @@ def test_sum(check_plan):
 def test_pytest_has_a_fixture_and_an_option(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plugins = "-p torchgspmd.integrations.pytest_plans -p no:faulthandler -p no:cacheprovider"
+    plugins += " -p no:unraisableexception"  # it scans all objects of this process five times
 
     def run(size, *options):
         """Run pytest in this process, which has imported torch."""

@@ -64,8 +64,10 @@ class Branches:
         if (trace := innermost_frame_of(error)) is None:
             return None
         code, line = trace.tb_frame.f_code, trace.tb_lineno
-        found = (f for f in gc.get_referrers(code) if isinstance(f, FunctionType))
-        function = self.of_code.get(code) or next((f for f in found if f.__code__ is code), None)
+        if (function := self.of_code.get(code)) is None:  # among all objects, which takes long
+            found = (f for f in gc.get_referrers(code) if isinstance(f, FunctionType))
+            if (function := next((f for f in found if f.__code__ is code), None)) is not None:
+                self.of_code[code] = function
         if function is None or line in (lines := self.lines.get(function, set())):
             return None
         is_compiled = compiled(function.__code__, {*lines, line}) is not None

@@ -14,7 +14,7 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy
@@ -187,6 +187,12 @@ def patches() -> Iterator[Patch]:
     if (package := sys.modules.get("scipy.optimize")) is None:
         return
     function = package.linear_sum_assignment
-    for module in [*sys.modules.values()]:
-        if getattr(module, "__dict__", {}).get(function.__name__) is function:
-            yield Patch(module, function.__name__, _assignment, _WHY)
+    for module in _modules_that_name(function, len(sys.modules)):
+        yield Patch(module, function.__name__, _assignment, _WHY)
+
+
+@functools.lru_cache(maxsize=1)
+def _modules_that_name(function: Callable, count: int) -> list[ModuleType]:
+    """Return the modules that name a function. count: of modules, as more may be imported."""
+    name, modules = function.__name__, [*sys.modules.values()]
+    return [m for m in modules if getattr(m, "__dict__", {}).get(name) is function]
